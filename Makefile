@@ -1,0 +1,45 @@
+# Every target sets itself up in .venv first; PYTHON=... picks another interpreter (3.11 or newer).
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: help demo test check bench chaos fuzz clean lint
+
+help: ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | sed 's/^/  make /' | expand -t 16
+
+demo: $(READY) ## Two engines share one cache
+	$(BIN)/python demo/sharing.py
+
+test: lint ## Everything CI runs: lint, types, size budget, all tests
+	$(BIN)/pytest tests
+
+check: lint ## The same with unit tests only; under a minute
+	$(BIN)/pytest tests/unit -q
+
+bench: $(READY) ## Measure the control path and the copy path
+	$(BIN)/kvcellar bench control
+	$(BIN)/kvcellar bench copy
+
+chaos: $(READY) ## Kill and stall things at random; ARGS="..." is passed on
+	$(BIN)/python tests/chaos/run.py $(ARGS)
+
+fuzz: $(READY) ## Feed the server broken messages; ARGS="..." is passed on
+	$(BIN)/python tests/fuzz/run.py $(ARGS)
+
+clean: ## Remove .venv, caches and build output
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python tools/size.py
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "$(PYTHON) is missing or cannot make a venv: apt install python3-venv"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $(READY)

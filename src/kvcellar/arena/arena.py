@@ -1,0 +1,256 @@
+"""The arena: the folder of shared memory that one server owns, within a hard limit of bytes.
+
+Plans racks, keeps account of their bytes, and finds those of an earlier server again. Two servers never share
+a folder (flock), and what is found there is believed only if boot, format, owner and sizes fit; the rest is
+removed. Knows nothing of leases.
+
+    FOLDER/lock                          held while a server lives
+    FOLDER/<namespace id>/namespace      the canonical encoding
+    FOLDER/<namespace id>/g0-r3.table    stripe table of rack 3 of group 0
+    FOLDER/<namespace id>/g0-r3-s1.slab  its slab for shard 1
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kvcellar.arena.rack import Rack, RackSpec
+from kvcellar.arena.table import Scan, StripeTable, TableId
+from kvcellar.errors import BadRequest, Corrupt, StartupError
+from kvcellar.identity import Namespace, NamespaceId, decode_namespace, layout_of
+from kvcellar.slab import MAX_RACKS, MAX_SLOTS_PER_RACK
+
+log = logging.getLogger(__name__)
+
+# Racks start small, so that a young namespace is served at once, and double: a long-lived one has few.
+_FIRST_SHARE, _LARGEST_SHARE = 64, 16  # of the limit
+_FIRST_SLAB, _LARGEST_SLAB = 256 << 20, 1 << 30
+
+
+class RackKey(NamedTuple):
+    namespace: NamespaceId
+    group: int
+    number: int
+
+
+class Adopted(NamedTuple):
+    key: RackKey
+    namespace: Namespace
+    rack: Rack
+    scan: Scan
+
+
+class Arena:
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder = folder
+        self.limit = limit
+        self.used = 0  # bytes of all racks, the planned ones included
+        self.racks: dict[RackKey, Rack] = {}
+        self.refused = 0  # racks of an earlier server that could not be believed
+        self._boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        self._planned: set[RackKey] = set()
+        self._lock = _lock_folder(folder)
+        try:
+            _check_space(folder, limit)
+        except StartupError:
+            os.close(self._lock)
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Arena {self.folder}: {len(self.racks)} racks, {self.used} of {self.limit} bytes>"
+
+    # -- growing ----------------------------------------------------------------------------------------
+
+    def plan(self, namespace: Namespace, group: int) -> RackSpec | None:
+        """Set bytes aside for one more rack; None at the limit. Follow with `create` and `finish` or
+        `cancel`.
+        """
+        sizes = _slot_bytes(namespace, group)
+        mine = [
+            key
+            for key in (*self.racks, *self._planned)
+            if (key.namespace, key.group) == (namespace.id, group)
+        ]
+        number = next(n for n in range(MAX_RACKS + 1) if n not in {key.number for key in mine})
+        slots = self._slots(sum(sizes), max(sizes), len(mine))
+        if slots == 0 or number == MAX_RACKS:
+            return None
+        table_id = TableId(self._boot, namespace.id, group, number)
+        spec = RackSpec(self.folder / namespace.id.hex(), table_id, sizes, slots)
+        while (
+            spec.slots > 0 and self.used + spec.file_bytes > self.limit
+        ):  # headers and table take their share
+            spec = spec._replace(slots=spec.slots - max(1, spec.slots // 64))
+        if spec.slots == 0:
+            return None
+        self.used += spec.file_bytes
+        self._planned.add(RackKey(namespace.id, group, number))
+        return spec
+
+    def create(self, namespace: Namespace, spec: RackSpec) -> Rack:
+        """The file work; runs in a thread. May take a second per few GiB."""
+        spec.folder.mkdir(mode=0o700, exist_ok=True)
+        identity = spec.folder / "namespace"
+        if not identity.exists():
+            # One name per rack: groups of one namespace may be made at the same time.
+            draft = spec.folder / f"namespace.g{spec.table_id.group}-r{spec.table_id.rack}"
+            draft.write_bytes(namespace.encode())
+            draft.rename(identity)
+        return Rack.create(spec)
+
+    def finish(self, rack: Rack) -> RackKey:
+        key = _key(rack.spec)
+        self._planned.discard(key)
+        self.racks[key] = rack
+        return key
+
+    def cancel(self, spec: RackSpec) -> None:
+        self._planned.discard(_key(spec))
+        self.used -= spec.file_bytes
+
+    def remove(self, key: RackKey) -> None:
+        """Return a rack's memory. No engine may map it any more, or its pages stay until it unmaps them."""
+        rack = self.racks.pop(key)
+        rack.remove()
+        self.used -= rack.spec.file_bytes
+
+    def _slots(self, stripe: int, largest: int, racks: int) -> int:
+        share = min(self.limit // _FIRST_SHARE << min(racks, 16), self.limit // _LARGEST_SHARE)
+        per_slab = min(_FIRST_SLAB << min(racks, 16), _LARGEST_SLAB)
+        wanted = max(1, min(share // stripe, per_slab // largest, MAX_SLOTS_PER_RACK))
+        return min(wanted, (self.limit - self.used) // stripe)
+
+    # -- starting and stopping --------------------------------------------------------------------------
+
+    def adopt(self) -> Iterator[Adopted]:
+        """Every believable rack of an earlier server. What cannot be believed is removed and counted."""
+        for folder in sorted(path for path in self.folder.iterdir() if path.is_dir()):
+            try:
+                namespace = decode_namespace((folder / "namespace").read_bytes())
+                if namespace.id.hex() != folder.name:
+                    raise Corrupt(f"{folder} holds another namespace")
+            except (OSError, BadRequest, Corrupt) as error:
+                self._refuse(error)
+                shutil.rmtree(folder)
+                continue
+            yield from self._adopt_racks(folder, namespace)
+            _remove_strays(folder)
+
+    def _adopt_racks(self, folder: Path, namespace: Namespace) -> Iterator[Adopted]:
+        for path in sorted(folder.glob("*.table")):
+            match = re.fullmatch(r"g(\d+)-r(\d+)\.table", path.name)
+            group, number = map(int, match.groups()) if match else (-1, -1)
+            try:
+                table_id = TableId(self._boot, namespace.id, group, number)
+                table = StripeTable.open(path, table_id)
+                spec = RackSpec(folder, table_id, _slot_bytes(namespace, group), table.slots)
+                if self.used + spec.file_bytes > self.limit:
+                    raise Corrupt(f"{path} does not fit into --memory any more")
+                rack = Rack.adopt(spec, table)
+            except (OSError, BadRequest, Corrupt) as error:
+                self._refuse(error)
+                path.unlink()
+                continue
+            self.used += spec.file_bytes
+            self.racks[_key(spec)] = rack
+            yield Adopted(_key(spec), namespace, rack, table.scan())
+
+    def _refuse(self, error: Exception) -> None:
+        self.refused += 1
+        log.warning("not adopted: %s", error)
+
+    def close(self) -> None:
+        """Let go of everything; the files stay, for the next server to adopt."""
+        for rack in self.racks.values():
+            rack.close()
+        os.close(self._lock)
+
+
+def remove_folder(folder: Path) -> int:
+    """Delete what a stopped server left in shared memory; returns the bytes freed."""
+    lock = _lock_folder(folder)
+    try:
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        freed = sum(path.stat().st_blocks * 512 for path in files)
+        shutil.rmtree(folder)
+    finally:
+        os.close(lock)
+    return freed
+
+
+def _key(spec: RackSpec) -> RackKey:
+    return RackKey(spec.table_id.namespace, spec.table_id.group, spec.table_id.rack)
+
+
+def _slot_bytes(namespace: Namespace, group: int) -> tuple[int, ...]:
+    return tuple(
+        layout_of(namespace, shard, group).slot_bytes for shard in range(namespace.parallel.kv_world_size)
+    )
+
+
+def _remove_strays(folder: Path) -> None:
+    """Slabs without a table: their rack was never finished, or refused."""
+    tables = {path.stem for path in folder.glob("*.table")}
+    for path in folder.iterdir():
+        if (
+            path.name != "namespace"
+            and path.suffix != ".table"
+            and path.stem.rpartition("-")[0] not in tables
+        ):
+            path.unlink()
+    if not tables:
+        shutil.rmtree(folder)
+
+
+def _lock_folder(folder: Path) -> int:
+    """Make the folder ours, and alone ours."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+        if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise StartupError(
+                f"{folder} must be a folder of uid {os.geteuid()} with mode 0700; remove it, or choose another --folder"
+            )
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StartupError(f"cannot use {folder}: {error.strerror}; choose another with --folder") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(fd)
+        raise StartupError(
+            f"another server (pid {owner}) is using {folder}; stop it, or start this one with another --name"
+        ) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def available_bytes(folder: Path) -> int:
+    """What a server in this folder could use: free on its file system, plus what an earlier server left
+    there.
+    """
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    status = os.statvfs(existing)
+    left = 0
+    with contextlib.suppress(OSError):
+        left = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    return status.f_bavail * status.f_frsize + left
+
+
+def _check_space(folder: Path, limit: int) -> None:
+    available = available_bytes(folder)
+    if limit > available:
+        raise StartupError(
+            f"--memory {limit / 2**30:.2f}GiB does not fit: {folder} has {available / 2**30:.2f}GiB left. "
+            "Lower --memory, enlarge it (mount -o remount,size=... /dev/shm), or choose another --folder"
+        )

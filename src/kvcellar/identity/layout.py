@@ -1,0 +1,105 @@
+"""How an object is laid out, and the plan of a copy between engine blocks and slots.
+
+An object holds one group's blocks of one chunk on one shard, layer after layer, and within a layer block
+after block:
+
+    | layer 0: block 0, block 1, ... | layer 1: block 0, block 1, ... | ...   | padding to the slot size |
+
+Derived from the namespace alone, so that server and engines agree without talking about it. Knows no memory:
+a plan names places, a transfer engine moves the bytes.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcellar.errors import BadRequest
+from kvcellar.identity.namespace import Layer, Namespace
+
+# Slots start on pages: what O_DIRECT and GPU copies want.
+SLOT_ALIGNMENT = 4096
+
+# In a plan's block table: the chunk has this block, the engine neither gives nor takes it.
+SKIP = -1
+
+
+class LayoutDesc(NamedTuple):
+    """The layout of one (shard, group)'s objects."""
+
+    layers: tuple[Layer, ...]
+    blocks_per_chunk: int
+
+    @property
+    def object_bytes(self) -> int:
+        return self.blocks_per_chunk * sum(layer.block_bytes for layer in self.layers)
+
+    @property
+    def slot_bytes(self) -> int:
+        return -(-self.object_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+    def layer_offsets(self) -> list[int]:
+        """Where each layer's run of blocks starts inside the object."""
+        offsets, at = [], 0
+        for layer in self.layers:
+            offsets.append(at)
+            at += layer.block_bytes * self.blocks_per_chunk
+        return offsets
+
+
+def layout_of(namespace: Namespace, shard: int, group: int) -> LayoutDesc:
+    if not 0 <= shard < namespace.parallel.kv_world_size or not 0 <= group < len(namespace.groups):
+        raise BadRequest(f"no shard {shard} or group {group} in this namespace")
+    spec = namespace.groups[group]
+    stage = namespace.parallel.stage_of(shard)
+    layers = tuple(layer for layer in spec.layers if layer.stage == stage)
+    return LayoutDesc(layers, namespace.chunk_tokens // spec.block_tokens)
+
+
+def stripe_bytes(namespace: Namespace, group: int) -> int:
+    """Memory that one chunk takes in one group, over all shards."""
+    shards = range(namespace.parallel.kv_world_size)
+    return sum(layout_of(namespace, shard, group).slot_bytes for shard in shards)
+
+
+class Fragment(NamedTuple):
+    """One contiguous run of bytes: `length` bytes of `block` in layer `layer` at `offset` of the object in
+    slot `stripe`.
+    """
+
+    stripe: int
+    offset: int
+    layer: int
+    block: int
+    length: int
+
+
+class CopyPlan(NamedTuple):
+    """Which blocks of one group go to, or come from, which slots. Row i: the blocks of the chunk in slot
+    stripes[i].
+    """
+
+    group: int
+    stripes: npt.NDArray[np.uint32]
+    blocks: npt.NDArray[np.int64]  # (len(stripes), blocks_per_chunk); SKIP where nothing is copied
+
+    def fragments(self, layout: LayoutDesc) -> Iterator[Fragment]:
+        """Every fragment in object order; skipped blocks come too, as block SKIP, since a checksum covers
+        them.
+        """
+        offsets = layout.layer_offsets()
+        for stripe, blocks in zip(self.stripes.tolist(), self.blocks.tolist(), strict=True):
+            for number, layer in enumerate(layout.layers):
+                for position, block in enumerate(blocks):
+                    offset = offsets[number] + position * layer.block_bytes
+                    yield Fragment(stripe, offset, number, block, layer.block_bytes)
+
+
+def make_plan(group: int, stripes: list[int], blocks: list[list[int]], layout: LayoutDesc) -> CopyPlan:
+    table = (
+        np.asarray(blocks, dtype=np.int64).reshape(len(blocks), -1) if blocks else np.empty((0, 0), np.int64)
+    )
+    if len(stripes) != len(blocks) or (len(blocks) and table.shape[1] != layout.blocks_per_chunk):
+        raise BadRequest(f"{len(stripes)} slots for a block table of shape {table.shape}")
+    return CopyPlan(group, np.asarray(stripes, dtype=np.uint32), table)

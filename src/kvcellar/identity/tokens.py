@@ -1,0 +1,99 @@
+"""Token arithmetic: which blocks and chunks a run of tokens covers, what a hit needs, what a request loads.
+
+Everything is counted in tokens; blocks and chunks are derived from tokens, never from each other. (Under
+vLLM's hybrid allocator the engine's "block size" is only the GCD of its groups, so dividing by it goes wrong
+as soon as it is forgotten.) Pure; knows nothing of the index or of leases.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvcellar.errors import BadRequest
+from kvcellar.identity.namespace import Group
+
+
+def block_range(start: int, stop: int, block_tokens: int) -> range:
+    """The blocks of one group that hold tokens [start, stop)."""
+    if start < 0 or stop < start or start % block_tokens or stop % block_tokens:
+        raise BadRequest(f"tokens [{start}, {stop}) are not aligned to blocks of {block_tokens}")
+    return range(start // block_tokens, stop // block_tokens)
+
+
+def storable_chunks(blocks_per_group: Sequence[int], block_tokens: Sequence[int], chunk_tokens: int) -> int:
+    """Whole chunks that every group has blocks for. A group with no blocks yet makes it zero."""
+    tokens = min(count * size for count, size in zip(blocks_per_group, block_tokens, strict=True))
+    return tokens // chunk_tokens
+
+
+def window_chunks(group: Group, chunk_tokens: int) -> int | None:
+    """How many chunks before the end of a hit a group needs; None means all of them.
+
+    The next token attends to the window - 1 tokens before it, and a recurrent state needs only the newest.
+    """
+    if group.kind == "recurrent":
+        return 1
+    if group.window_tokens is None:
+        return None
+    return max(1, -(-(group.window_tokens - 1) // chunk_tokens))
+
+
+def fold_windows(chunks: int, windows: Sequence[int | None], present: Callable[[int, int], bool]) -> int:
+    """The longest hit, in chunks, that every group can serve.
+
+    present(group, chunk) answers for chunk < chunks. Groups without a window need everything before the hit's
+    end.
+    """
+    hit = chunks
+    for group, window in enumerate(windows):
+        if window is None:
+            hit = next((chunk for chunk in range(hit) if not present(group, chunk)), hit)
+    settled = False
+    while hit and not settled:
+        settled = True
+        for group, window in enumerate(windows):
+            if window is None:
+                continue
+            # A gap at chunk g spoils every hit that ends in (g, g + window], and this one does: go on from g.
+            gap = next(
+                (c for c in range(hit - 1, max(hit - window, 0) - 1, -1) if not present(group, c)), None
+            )
+            if gap is not None:
+                hit, settled = gap, False
+    return hit
+
+
+def needed_chunks(hit: int, window: int | None) -> range:
+    """The chunks of one group that a hit of `hit` chunks reads."""
+    return range(0 if window is None else max(0, hit - window), hit)
+
+
+class LoadSpan(NamedTuple):
+    """What one request takes from its hit.
+
+    tokens     0 ... first_chunk*chunk ... engine_hit ........ engine_hit + new_tokens
+               | given back  | loaded, not copied | loaded and copied            |
+    """
+
+    first_chunk: int  # chunks before this one are given back at once
+    stop_chunk: int
+    skip_tokens: int  # at the start of first_chunk: the engine has them, and they are never overwritten
+    new_tokens: int  # what the engine may count as computed
+
+
+def plan_load(
+    engine_hit: int, cache_hit: int, prompt_tokens: int, chunk_tokens: int, block_tokens: int
+) -> LoadSpan:
+    """Split a cache hit against what the engine already has; at least one prompt token is left to compute.
+
+    `block_tokens` is the alignment of what the engine may count as computed: pass 1 where it may be ragged.
+    """
+    usable = min(cache_hit, prompt_tokens - 1) // block_tokens * block_tokens
+    if usable <= engine_hit:
+        return LoadSpan(0, 0, 0, 0)
+    first = engine_hit // chunk_tokens
+    return LoadSpan(first, -(-usable // chunk_tokens), engine_hit - first * chunk_tokens, usable - engine_hit)
+
+
+def store_start(engine_hit: int, cache_hit: int, chunk_tokens: int) -> int:
+    """The first chunk to store: rounded down, so that the chunk in which the two hits end is not left out."""
+    return max(engine_hit, cache_hit) // chunk_tokens

@@ -1,0 +1,381 @@
+"""The ledger: who may read and write what, decided at once and in memory.
+
+Every method is synchronous, never waits, and leaves all books balanced (`check`). Reads and writes of engine
+memory happen elsewhere and later; an engine acts on a decision only while it holds the lease. The rules:
+
+* A stripe is found only when all its writers committed it. One abort, by any writer, aborts it for all.
+* A stripe is freed only when every rank that could touch it has answered or its process is gone.
+* Whatever is asked twice, or for a lease of an earlier server, changes nothing and is counted.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvcellar.errors import BadRequest, UnknownNamespace, WrongOwner
+from kvcellar.identity import (
+    ChunkKey,
+    Namespace,
+    NamespaceId,
+    fold_windows,
+    needed_chunks,
+)
+from kvcellar.ledger.lease import Lease, LeaseId, bits
+from kvcellar.ledger.room import Room
+from kvcellar.ledger.session import SCHEDULER, Session
+from kvcellar.ledger.shelf import Shelf
+from kvcellar.ledger.stripe import Stripe
+from kvcellar.slab import NO_PLACE
+
+NO_LEASE = LeaseId(0)
+
+
+class Granted(NamedTuple):
+    """The answer to a lookup or a reserve: places by group, NO_PLACE where there is nothing to read or to
+    write.
+    """
+
+    lease: LeaseId
+    chunks: int
+    places: list[list[int]]
+    reason: str = ""
+
+
+class Ledger:
+    def __init__(self, epoch: int, hold_limit: int) -> None:
+        assert 0 < epoch < 1 << 24
+        self.epoch = epoch
+        self.hold_limit = hold_limit  # bytes one session may keep pinned or in writing
+        self.rooms: dict[NamespaceId, Room] = {}
+        self.sessions: dict[str, Session] = {}
+        self.counts: Counter[str] = Counter()
+        self.in_grace = False
+        # The epoch in the high bits: a lease of an earlier server can never be mistaken for one of this.
+        self._lease_ids = itertools.count(epoch << 40 | 1)
+
+    # -- who is there ----------------------------------------------------------------------------------------
+
+    def join(self, name: str, rank: int) -> Session:
+        """A rank's process attached. Attaching says "I hold nothing": whatever it held is over."""
+        session = self.sessions.setdefault(name, Session(name))
+        if rank in session.members and rank != SCHEDULER:
+            self._drop_shares(session, [rank])
+        session.members.add(rank)
+        return session
+
+    def keep_leases(self, session: Session, known: Iterable[LeaseId]) -> None:
+        """The scheduler attached again and knows these leases. Any other was lost on the way to it, so no
+        rank was told.
+        """
+        known = set(known)
+        for lease in [lease for lease in session.leases.values() if lease.id not in known]:
+            self._settle(session, lease, lease.left, lease.mask(0, lease.chunks), abort=True)
+
+    def part(self, session: Session, rank: int) -> None:
+        """A rank's process is gone, so nothing it was doing goes on."""
+        session.members.discard(rank)
+        self._drop_shares(session, [rank])
+        if SCHEDULER not in session.members:
+            # Nobody is left who could tell absent ranks of their shares.
+            absent = {rank for lease in session.leases.values() for rank in lease.left} - session.members
+            self._drop_shares(session, absent)
+        if not session.members:
+            assert not session.leases
+            self.sessions.pop(session.name, None)
+
+    def register(self, session: Session, namespace: Namespace) -> Room:
+        room = self.open_room(namespace)
+        session.namespaces.add(namespace.id)
+        return room
+
+    def open_room(self, namespace: Namespace) -> Room:
+        room = self.rooms.get(namespace.id)
+        if room is None:
+            room = self.rooms[namespace.id] = Room(namespace)
+            room.let_evict(not self.in_grace)
+        return room
+
+    def set_grace(self, in_grace: bool) -> None:
+        """After a restart engines may still read what an earlier server granted, and write what it reserved.
+
+        Until grace ends nothing is evicted, and places in limbo are not given out.
+        """
+        self.in_grace = in_grace
+        for room in self.rooms.values():
+            room.let_evict(not in_grace and not room.pinned)
+            for shelf in room.shelves if not in_grace else ():
+                shelf.leave_limbo()
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def lookup(self, session: Session, namespace_id: NamespaceId, keys: Sequence[ChunkKey]) -> Granted:
+        """Pin the longest prefix of `keys` that every group can serve, one share per rank."""
+        room = self.rooms.get(namespace_id)
+        if room is None or namespace_id not in session.namespaces:
+            return Granted(NO_LEASE, 0, [], "unknown_namespace")
+        fits = min(len(keys), max(0, self.hold_limit - session.held_bytes) // room.chunk_bytes)
+        rows = [
+            self._ready_row(shelf, keys[:fits], window)
+            for shelf, window in zip(room.shelves, room.windows, strict=True)
+        ]
+        chunks = min(map(len, rows))
+        if room.has_windows:
+            chunks = fold_windows(chunks, room.windows, lambda group, chunk: rows[group][chunk] is not None)
+        session.counts.update(lookups=1, asked_chunks=len(keys), hit_chunks=chunks)
+        if not chunks:
+            return Granted(NO_LEASE, 0, [], "hold_limit" if keys and not fits else "")
+        for row, window in zip(rows, room.windows, strict=True):
+            first = needed_chunks(chunks, window).start
+            row[:] = [None] * first + row[first:chunks]
+        return self._pin(session, room, chunks, rows, "hold_limit" if chunks == fits < len(keys) else "")
+
+    def _ready_row(self, shelf: Shelf, keys: Sequence[ChunkKey], window: int | None) -> list[Stripe | None]:
+        row: list[Stripe | None] = []
+        for key in keys:
+            stripe = shelf.get(key)
+            if stripe is None or not stripe.ready:
+                if window is None:
+                    break  # a full group has no use for what comes after a gap
+                stripe = None
+            row.append(stripe)
+        return row
+
+    def _pin(
+        self, session: Session, room: Room, chunks: int, rows: list[list[Stripe | None]], reason: str
+    ) -> Granted:
+        for shelf, row in zip(room.shelves, rows, strict=True):
+            held = [stripe for stripe in row if stripe is not None]
+            for stripe in held:
+                stripe.pins += 1
+            shelf.touch(held)
+            session.held_bytes += shelf.stripe_bytes * len(held)
+        lease_id = self._open(session, room, tuple(range(len(rows))), chunks, rows, writing=False)
+        return Granted(lease_id, chunks, _places(rows), reason)
+
+    # -- writing ---------------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        session: Session,
+        namespace_id: NamespaceId,
+        keys: Sequence[ChunkKey],
+        parent: ChunkKey | None,
+        groups: Sequence[int] | None = None,
+        *,
+        temporary: bool = False,
+    ) -> Granted:
+        """Places for the longest prefix of `keys` for which there is room.
+
+        `parent` is the key of the chunk before the first. What is here already, or being written by somebody,
+        gets no place.
+        """
+        room = self.rooms.get(namespace_id)
+        if room is None or namespace_id not in session.namespaces:
+            raise UnknownNamespace("register the namespace first")
+        chosen = tuple(range(len(room.shelves))) if groups is None else tuple(groups)
+        if len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(len(room.shelves))):
+            raise BadRequest(f"groups {chosen} of {len(room.shelves)}")
+        shelves = [room.shelves[group] for group in chosen]
+        rows: list[list[Stripe | None]] = [[] for _ in shelves]
+        reason = ""
+        for key in keys:
+            column = self._take(session, shelves, key, parent, temporary)
+            if column is None:
+                reason = "no_room"
+                break
+            for row, stripe in zip(rows, column, strict=True):
+                row.append(stripe)
+            parent = key
+        chunks = len(rows[0]) if rows else 0
+        taken = sum(stripe is not None for row in rows for stripe in row)
+        session.counts.update(reserved=taken)
+        lease_id = self._open(session, room, chosen, chunks, rows, writing=True) if taken else NO_LEASE
+        return Granted(lease_id, chunks, _places(rows), reason)
+
+    def _take(
+        self, session: Session, shelves: list[Shelf], key: ChunkKey, parent: ChunkKey | None, temporary: bool
+    ) -> list[Stripe | None] | None:
+        """One chunk's stripes in all asked groups, or None and nothing taken."""
+        column: list[Stripe | None] = []
+        for shelf in shelves:
+            if shelf.get(key) is not None:
+                column.append(None)
+                continue
+            fits = session.held_bytes + shelf.stripe_bytes <= self.hold_limit
+            stripe = shelf.take(key, parent, temporary=temporary) if fits else None
+            if stripe is None:
+                for other, taken in zip(shelves, column, strict=False):
+                    if taken is not None:
+                        session.held_bytes -= other.stripe_bytes
+                        other.remove(taken, "aborted")
+                return None
+            session.held_bytes += shelf.stripe_bytes
+            column.append(stripe)
+        return column
+
+    def commit(self, session: Session, rank: int, lease_id: LeaseId, first: int, stop: int) -> int:
+        """A writer has all its bytes of these chunks in place. Returns how many stripes it still answered
+        for.
+        """
+        return self._answer(session, rank, lease_id, first, stop, writing=True, abort=False)
+
+    def abort(self, session: Session, rank: int, lease_id: LeaseId, first: int, stop: int) -> int:
+        """These chunks will not be written: by this rank, or, from the scheduler, by any (no rank was told
+        yet).
+        """
+        return self._answer(session, rank, lease_id, first, stop, writing=True, abort=True)
+
+    def release(self, session: Session, rank: int, lease_id: LeaseId, first: int, stop: int) -> int:
+        """This rank is done reading; from the scheduler, all ranks are (none was told yet)."""
+        return self._answer(session, rank, lease_id, first, stop, writing=False, abort=False)
+
+    def condemn(self, session: Session, rank: int, lease_id: LeaseId, group: int, chunk: int) -> None:
+        """A reader found wrong bytes: nobody shall find this stripe again."""
+        lease = self._lease(session, lease_id)
+        if lease is None:
+            return
+        bit = lease.bit(group, chunk)
+        if lease.writing or not lease.held([rank]) >> bit & 1:
+            raise WrongOwner(f"rank {rank} does not read group {group}, chunk {chunk}")
+        stripe = lease.stripes[bit]
+        assert stripe is not None
+        if stripe.indexed:
+            self._shelf_of(lease, bit).hide(stripe, "corrupt")
+            self.counts["corrupt"] += 1
+
+    # -- the operator ----------------------------------------------------------------------------------------
+
+    def clear(self, namespace_id: NamespaceId | None = None) -> int:
+        """Forget everything, or one namespace. What is being read stays until it has been read, but is not
+        found again.
+        """
+        if namespace_id is not None and namespace_id not in self.rooms:
+            raise UnknownNamespace(namespace_id.hex())
+        chosen = self.rooms.values() if namespace_id is None else [self.rooms[namespace_id]]
+        return sum(shelf.clear() for room in chosen for shelf in room.shelves)
+
+    def set_pinned(self, namespace_id: NamespaceId, pinned: bool) -> None:
+        room = self.rooms.get(namespace_id)
+        if room is None:
+            raise UnknownNamespace(namespace_id.hex())
+        room.pinned = pinned
+        room.let_evict(not pinned and not self.in_grace)
+
+    def check(self) -> None:
+        """The books balance: for tests, and for an idle server that was asked to be careful."""
+        pins: Counter[int] = Counter()
+        for session in self.sessions.values():
+            held = 0
+            for lease in session.leases.values():
+                assert not lease.is_over, "a lease that nobody holds was kept"
+                for bit in bits(lease.held()):
+                    stripe = lease.stripes[bit]
+                    assert stripe is not None
+                    assert stripe.ready != lease.writing, (
+                        "a reader of what is being written, or a writer of what is read"
+                    )
+                    held += self._shelf_of(lease, bit).stripe_bytes
+                    pins[id(stripe)] += not lease.writing
+            assert held == session.held_bytes, f"{session} holds {held}"
+        for room in self.rooms.values():
+            for shelf in room.shelves:
+                shelf.check(pins)
+
+    # -- leases ----------------------------------------------------------------------------------------------
+
+    def _open(
+        self,
+        session: Session,
+        room: Room,
+        groups: tuple[int, ...],
+        chunks: int,
+        rows: list[list[Stripe | None]],
+        *,
+        writing: bool,
+    ) -> LeaseId:
+        parallel = room.namespace.parallel
+        ranks = parallel.writer_ranks if writing else range(parallel.world_size)
+        lease_id = LeaseId(next(self._lease_ids))
+        stripes = [stripe for row in rows for stripe in row]
+        session.leases[lease_id] = Lease(lease_id, room, groups, chunks, stripes, ranks, writing=writing)
+        return lease_id
+
+    def _lease(self, session: Session, lease_id: LeaseId) -> Lease | None:
+        lease = session.leases.get(lease_id)
+        if lease is None:
+            if any(lease_id in other.leases for other in self.sessions.values()):
+                raise WrongOwner(f"lease {lease_id:#x} is not yours")
+            self.counts["stale"] += 1
+        return lease
+
+    def _answer(
+        self,
+        session: Session,
+        rank: int,
+        lease_id: LeaseId,
+        first: int,
+        stop: int,
+        *,
+        writing: bool,
+        abort: bool,
+    ) -> int:
+        lease = self._lease(session, lease_id)
+        if lease is None:
+            return 0
+        if lease.writing != writing:
+            raise BadRequest(f"{lease} is not for that")
+        mask = lease.mask(first, stop)
+        if rank == SCHEDULER:
+            if writing and not abort:
+                raise WrongOwner("only the rank that wrote can commit")
+            ranks = list(lease.left)
+        else:
+            ranks = [rank]
+        held = lease.held(ranks) & mask
+        if held:
+            self._settle(session, lease, ranks, mask, abort=abort)
+        else:
+            self.counts["repeated"] += 1
+        return held.bit_count()
+
+    def _settle(
+        self, session: Session, lease: Lease, ranks: Iterable[int], mask: int, *, abort: bool
+    ) -> None:
+        # From the last bit: the policy wants the later chunks of a prefix before the earlier ones.
+        for bit in reversed(lease.settle(ranks, mask, abort=abort)):
+            self._finish(session, lease, bit)
+        if lease.is_over:
+            del session.leases[lease.id]
+
+    def _finish(self, session: Session, lease: Lease, bit: int) -> None:
+        """Nobody answers for this stripe of this lease any more."""
+        stripe, shelf = lease.stripes[bit], self._shelf_of(lease, bit)
+        assert stripe is not None
+        session.held_bytes -= shelf.stripe_bytes
+        if not lease.writing:
+            stripe.pins -= 1
+            if stripe.temporary and not stripe.pins:
+                shelf.remove(stripe, "temporary")
+        elif lease.aborted >> bit & 1 or not stripe.indexed:
+            shelf.remove(stripe, "aborted")
+        else:
+            shelf.publish(stripe)
+            session.counts["committed"] += 1
+
+    def _drop_shares(self, session: Session, ranks: Iterable[int]) -> None:
+        for lease in list(session.leases.values()):
+            self._settle(
+                session,
+                lease,
+                [rank for rank in ranks if rank in lease.left],
+                lease.mask(0, lease.chunks),
+                abort=True,
+            )
+
+    def _shelf_of(self, lease: Lease, bit: int) -> Shelf:
+        return lease.room.shelves[lease.groups[bit // lease.chunks]]
+
+
+def _places(rows: list[list[Stripe | None]]) -> list[list[int]]:
+    return [[NO_PLACE if stripe is None else stripe.place for stripe in row] for row in rows]

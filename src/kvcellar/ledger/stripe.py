@@ -1,0 +1,25 @@
+"""Stripe: the objects of one (chunk, group) over all shards, and the place they share.
+
+A chunk's shards are always reserved, committed and evicted together, so they are kept at the same slot number
+of sibling slabs and the ledger counts them once: a hit of 512 chunks is 512 records at TP=1 and at TP=8
+alike.
+"""
+
+import msgspec
+
+from kvcellar.identity import ChunkKey
+from kvcellar.slab import Place
+
+
+class Stripe(msgspec.Struct, gc=False, eq=False):
+    """gc=False: the cyclic collector must not walk a million of these, and links only go to parents."""
+
+    key: ChunkKey
+    place: Place
+    parent: "Stripe | None" = None
+    children: int = 0  # stripes in the same shelf whose parent is this one
+    pins: int = 0  # read leases that hold it
+    ready: bool = False  # every shard is committed
+    indexed: bool = True  # lookups and reserves can find it; False once cleared or condemned
+    temporary: bool = False  # to be freed when its last reader is done
+    visited: bool = False  # used since the eviction policy last looked
