@@ -215,7 +215,7 @@ def _lock_folder(folder: Path) -> int:
         status = folder.lstat()
         if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise StartupError(
-                f"{folder} must be a folder of uid {os.geteuid()} with mode 0700; remove it, or choose another --folder"
+                f"{folder} must be a folder of uid {os.geteuid()}, mode 0700; remove it or choose another --folder"
             )
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvcellar.errors import BadRequest
 from kvcellar.identity.namespace import Layer, Namespace
+from kvcellar.slab import NO_PLACE
 
 # Slots start on pages: what O_DIRECT and GPU copies want.
 SLOT_ALIGNMENT = 4096
@@ -59,8 +60,9 @@ def layout_of(namespace: Namespace, shard: int, group: int) -> LayoutDesc:
 
 def stripe_bytes(namespace: Namespace, group: int) -> int:
     """Memory that one chunk takes in one group, over all shards."""
-    shards = range(namespace.parallel.kv_world_size)
-    return sum(layout_of(namespace, shard, group).slot_bytes for shard in shards)
+    per_stage = namespace.parallel.shards_per_stage
+    firsts = range(0, namespace.parallel.kv_world_size, per_stage)  # the shards of one stage are alike
+    return per_stage * sum(layout_of(namespace, shard, group).slot_bytes for shard in firsts)
 
 
 class Fragment(NamedTuple):
@@ -97,9 +99,17 @@ class CopyPlan(NamedTuple):
 
 
 def make_plan(group: int, stripes: list[int], blocks: list[list[int]], layout: LayoutDesc) -> CopyPlan:
-    table = (
-        np.asarray(blocks, dtype=np.int64).reshape(len(blocks), -1) if blocks else np.empty((0, 0), np.int64)
-    )
-    if len(stripes) != len(blocks) or (len(blocks) and table.shape[1] != layout.blocks_per_chunk):
-        raise BadRequest(f"{len(stripes)} slots for a block table of shape {table.shape}")
-    return CopyPlan(group, np.asarray(stripes, dtype=np.uint32), table)
+    try:
+        places = np.asarray(stripes, dtype=np.int64)
+        table = np.asarray(blocks, dtype=np.int64)
+    except (ValueError, OverflowError) as error:
+        raise BadRequest(f"not a plan: {error}") from None
+    if not blocks:
+        table = table.reshape(0, layout.blocks_per_chunk)
+    if table.shape != (len(stripes), layout.blocks_per_chunk):
+        raise BadRequest(
+            f"a block table of shape {table.shape}; need {(len(stripes), layout.blocks_per_chunk)}"
+        )
+    if (places < 0).any() or (places >= NO_PLACE).any() or (table < SKIP).any():
+        raise BadRequest("a plan with a slot or block that cannot exist")
+    return CopyPlan(group, places.astype(np.uint32), table)

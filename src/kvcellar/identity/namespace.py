@@ -65,6 +65,7 @@ class Namespace(_Record, frozen=True):
     model: Name
     weights: Name  # revision or digest of the weights
     kv_dtype: Name
+    kv_layout: Name  # order of heads, tokens, K and V inside a block: what sizes alone do not tell
     groups: Annotated[tuple[Group, ...], msgspec.Meta(min_length=1, max_length=64)]
     parallel: ParallelStrategy
     chunk_tokens: Tokens
@@ -107,7 +108,7 @@ class Namespace(_Record, frozen=True):
 def decode_namespace(encoded: bytes) -> Namespace:
     try:
         return msgspec.msgpack.decode(encoded, type=Namespace)
-    except (msgspec.MsgspecError, BadRequest) as error:
+    except (msgspec.MsgspecError, BadRequest, UnicodeDecodeError) as error:
         raise BadRequest(f"not a namespace: {error}") from None
 
 

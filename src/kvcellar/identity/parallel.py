@@ -15,7 +15,9 @@ import msgspec
 
 from kvcellar.errors import BadRequest
 
-Degree = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+MAX_WORLD_SIZE = 1024
+
+Degree = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD_SIZE)]
 
 
 class ParallelStrategy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -29,6 +31,8 @@ class ParallelStrategy(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     def __post_init__(self) -> None:
         if self.dcp > self.tp:
             raise BadRequest(f"dcp={self.dcp} does not fit into tp={self.tp}")
+        if self.world_size > MAX_WORLD_SIZE:
+            raise BadRequest(f"a world of {self.world_size} ranks; at most {MAX_WORLD_SIZE} are allowed")
 
     @property
     def world_size(self) -> int:

@@ -85,7 +85,9 @@ def plan_load(
 ) -> LoadSpan:
     """Split a cache hit against what the engine already has; at least one prompt token is left to compute.
 
-    `block_tokens` is the alignment of what the engine may count as computed: pass 1 where it may be ragged.
+    `block_tokens` is the alignment of what the engine may count as computed: pass 1 where it may be ragged. A
+    model with windows or recurrent state must not cut its hit afterwards, since the hit's end decides what it
+    needs: there, look up (prompt_tokens - 1) // chunk_tokens chunks, and nothing is left to cut.
     """
     usable = min(cache_hit, prompt_tokens - 1) // block_tokens * block_tokens
     if usable <= engine_hit:
@@ -94,6 +96,10 @@ def plan_load(
     return LoadSpan(first, -(-usable // chunk_tokens), engine_hit - first * chunk_tokens, usable - engine_hit)
 
 
-def store_start(engine_hit: int, cache_hit: int, chunk_tokens: int) -> int:
-    """The first chunk to store: rounded down, so that the chunk in which the two hits end is not left out."""
-    return max(engine_hit, cache_hit) // chunk_tokens
+def store_start(cache_hit: int, chunk_tokens: int) -> int:
+    """The first chunk to store: where the cache's own hit ends, whatever the engine had.
+
+    Starting at the engine's hit would leave a gap for good when the cache has lost what the engine still has;
+    what the cache has beyond its hit costs nothing, since a reserve passes over it.
+    """
+    return cache_hit // chunk_tokens

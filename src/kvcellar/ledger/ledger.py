@@ -30,6 +30,9 @@ from kvcellar.slab import NO_PLACE
 
 NO_LEASE = LeaseId(0)
 
+# A lease id is an epoch and a count: 22 bits tell servers apart, 40 last for centuries.
+EPOCH_BITS, LEASE_BITS = 22, 40
+
 
 class Granted(NamedTuple):
     """The answer to a lookup or a reserve: places by group, NO_PLACE where there is nothing to read or to
@@ -44,7 +47,7 @@ class Granted(NamedTuple):
 
 class Ledger:
     def __init__(self, epoch: int, hold_limit: int) -> None:
-        assert 0 < epoch < 1 << 24
+        assert 0 < epoch < 1 << EPOCH_BITS
         self.epoch = epoch
         self.hold_limit = hold_limit  # bytes one session may keep pinned or in writing
         self.rooms: dict[NamespaceId, Room] = {}
@@ -52,7 +55,7 @@ class Ledger:
         self.counts: Counter[str] = Counter()
         self.in_grace = False
         # The epoch in the high bits: a lease of an earlier server can never be mistaken for one of this.
-        self._lease_ids = itertools.count(epoch << 40 | 1)
+        self._lease_ids = itertools.count(epoch << LEASE_BITS | 1)
 
     # -- who is there ----------------------------------------------------------------------------------------
 
@@ -230,19 +233,21 @@ class Ledger:
         """This rank is done reading; from the scheduler, all ranks are (none was told yet)."""
         return self._answer(session, rank, lease_id, first, stop, writing=False, abort=False)
 
-    def condemn(self, session: Session, rank: int, lease_id: LeaseId, group: int, chunk: int) -> None:
-        """A reader found wrong bytes: nobody shall find this stripe again."""
+    def condemn(self, session: Session, rank: int, lease_id: LeaseId, group: int, chunk: int) -> int:
+        """A reader found wrong bytes: nobody shall find this stripe again. Returns how many went, 0 or 1."""
         lease = self._lease(session, lease_id)
         if lease is None:
-            return
+            return 0
         bit = lease.bit(group, chunk)
         if lease.writing or not lease.held([rank]) >> bit & 1:
             raise WrongOwner(f"rank {rank} does not read group {group}, chunk {chunk}")
         stripe = lease.stripes[bit]
         assert stripe is not None
-        if stripe.indexed:
-            self._shelf_of(lease, bit).hide(stripe, "corrupt")
-            self.counts["corrupt"] += 1
+        if not stripe.indexed:
+            return 0
+        self._shelf_of(lease, bit).hide(stripe, "corrupt")
+        self.counts["corrupt"] += 1
+        return 1
 
     # -- the operator ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,5 @@
+"""python -m kvcellar"""
+
+from kvcellar.cli import main
+
+main()

@@ -1,0 +1,244 @@
+"""How fast HostTransfer moves KV through a slab, beside what memcpy reaches at the same time.
+
+An object is 32 layers of 8 blocks, 256 fragments: 4 KiB each for 1 MiB. The working set is larger than the
+caches, checksums are on, and a load goes to other blocks than the store came from. Rounds of ours and of
+memcpy take turns and medians are compared, so that noise hits both. Each byte counts once, 10**9 of them are
+a GB.
+"""
+
+import mmap
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from rich.table import Table
+
+from kvcellar.errors import BadRequest, Corrupt, Unavailable
+from kvcellar.identity import (
+    BlockHash,
+    ChunkKey,
+    CopyPlan,
+    Group,
+    Layer,
+    LayoutDesc,
+    Namespace,
+    ParallelStrategy,
+    layout_of,
+    make_plan,
+)
+from kvcellar.slab import Bytes, Slab, SlabShape
+from kvcellar.transfer import HostTransfer, Place
+
+KIB, MIB = 1 << 10, 1 << 20
+
+LAYERS, BLOCKS_PER_CHUNK, BLOCK_TOKENS = 32, 8, 16
+SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+QUICK_SIZES = (MIB, 16 * MIB)
+WORKING_SET = 256 * MIB
+ROUNDS, QUICK_ROUNDS = 5, 3
+
+# How a chunk's blocks lie in the engine's memory. Runs: side by side, upwards or downwards, the way vLLM's
+# free list hands them out, and no chunk near the next. Random: no block near another, the worst there is.
+BlockOrder = Literal["runs", "random"]
+
+
+class _Setup(NamedTuple):
+    """A slab full of objects of one size, and as much engine memory, cut into their blocks."""
+
+    namespace: Namespace
+    layout: LayoutDesc
+    engine: Bytes
+    slab: Slab
+    slots: Bytes  # all slots of the slab in one piece
+    stores: CopyPlan
+    loads: CopyPlan
+    keys: list[ChunkKey]
+
+    def place(self, _group: int, stripe: int) -> Place:
+        return Place(self.slab.slot(stripe), self.slab.headers[stripe : stripe + 1])
+
+
+class _Round(NamedTuple):
+    """GB/s."""
+
+    store: float
+    load: float
+    memcpy: float
+
+
+def run_copy(
+    threads: Sequence[int] = (1, 2),
+    sizes: Sequence[int] | None = None,
+    *,
+    block_order: BlockOrder = "runs",
+    quick: bool = False,
+) -> dict[str, Any]:
+    """Measure every object size with every number of threads: 20 s; quick, with fewer sizes and rounds: 2 s."""
+    sizes = sizes or (QUICK_SIZES if quick else SIZES)
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    engine = _engine_memory()
+    rows = []
+    for size in sizes:
+        with _set_up(size, engine, block_order) as setup:
+            rows += [_measure(setup, count, rounds) for count in threads]
+    return {"machine": _machine(), "geometry": _geometry(block_order), "rows": rows}
+
+
+def copy_table(result: dict[str, Any]) -> Table:
+    machine, geometry = result["machine"], result["geometry"]
+    table = Table(
+        title=f"Host copies with checksum, GB/s: {machine['cpu']}, {machine['cores']} cores",
+        caption=f"{geometry['layers']} layers of {geometry['blocks_per_chunk']} blocks, {geometry['block_order']}",
+    )
+    for name in ("object", "fragment", "threads", "store", "load", "memcpy", "store/memcpy", "load/memcpy"):
+        table.add_column(name, justify="right")
+    for row in result["rows"]:
+        table.add_row(
+            _size_text(row["object_bytes"]),
+            _size_text(row["fragment_bytes"]),
+            str(row["threads"]),
+            *(f"{row[name]:.1f}" for name in ("store_gbps", "load_gbps", "memcpy_gbps")),
+            *(f"{row[name]:.2f}" for name in ("store_ratio", "load_ratio")),
+        )
+    return table
+
+
+@contextmanager
+def _set_up(object_bytes: int, engine: Bytes, order: BlockOrder) -> Iterator[_Setup]:
+    fragments = LAYERS * BLOCKS_PER_CHUNK
+    if object_bytes % fragments or object_bytes % mmap.PAGESIZE or WORKING_SET % object_bytes:
+        raise BadRequest(
+            f"object size {object_bytes}, expected a divisor of {WORKING_SET}, in {fragments} and pages"
+        )
+    namespace = _namespace(object_bytes // fragments)
+    layout = layout_of(namespace, 0, 0)
+    shape = SlabShape(WORKING_SET // object_bytes, object_bytes)
+    keys = [ChunkKey(number.to_bytes(16, "little")) for number in range(shape.slots)]
+    stores, loads = (_plan(shape.slots, layout, order, seed) for seed in (1, 2))
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:  # it has no name, so it cannot stay behind
+        try:
+            os.posix_fallocate(file.fileno(), 0, shape.file_bytes)
+        except OSError as error:
+            raise Unavailable(f"no {shape.file_bytes >> 20} MiB in /dev/shm: {error.strerror}") from error
+        slots = np.frombuffer(mmap.mmap(file.fileno(), shape.file_bytes), np.uint8)[shape.header_bytes :]
+        yield _Setup(namespace, layout, engine, Slab(file.fileno(), shape), slots, stores, loads, keys)
+
+
+def _plan(slots: int, layout: LayoutDesc, order: BlockOrder, seed: int) -> CopyPlan:
+    """Every slot once and every block once."""
+    random = np.random.default_rng(seed)
+    blocks = np.arange(slots * BLOCKS_PER_CHUNK).reshape(slots, -1)
+    if order == "random":
+        blocks = random.permuted(blocks, axis=None)
+    else:
+        random.shuffle(blocks)
+        downwards = random.random(slots) < 0.5
+        blocks[downwards] = blocks[downwards, ::-1]
+    return make_plan(0, list(range(slots)), blocks.tolist(), layout)
+
+
+def _measure(setup: _Setup, threads: int, rounds: int) -> dict[str, Any]:
+    fragment_bytes = setup.layout.layers[0].block_bytes
+    layers = list(setup.engine.reshape(LAYERS, -1, fragment_bytes))
+    with (
+        HostTransfer(setup.namespace, 0, 0, layers, threads=threads) as transfer,
+        ThreadPoolExecutor(threads) as pool,
+    ):
+        _round(setup, transfer, pool, threads)  # maps every page
+        measured = [_round(setup, transfer, pool, threads) for _ in range(rounds)]
+    store, load, memcpy = (statistics.median(rates) for rates in zip(*measured, strict=True))
+    return {
+        "object_bytes": setup.layout.object_bytes,
+        "fragment_bytes": fragment_bytes,
+        "threads": threads,
+        "store_gbps": round(store, 2),
+        "load_gbps": round(load, 2),
+        "memcpy_gbps": round(memcpy, 2),
+        "store_ratio": round(store / memcpy, 3),
+        "load_ratio": round(load / memcpy, 3),
+    }
+
+
+def _round(setup: _Setup, transfer: HostTransfer, pool: ThreadPoolExecutor, threads: int) -> _Round:
+    failed: list[int] = []
+    there = _rate(lambda: _memcpy(pool, threads, setup.slots, setup.engine))
+    store = _rate(lambda: transfer.store(setup.stores, setup.keys, setup.place))
+    load = _rate(lambda: failed.extend(transfer.load(setup.loads, setup.keys, setup.place)))
+    back = _rate(lambda: _memcpy(pool, threads, setup.engine, setup.slots))
+    if failed:
+        raise Corrupt(f"{len(failed)} of {len(setup.keys)} objects came back wrong")
+    return _Round(store, load, statistics.harmonic_mean([there, back]))
+
+
+def _rate(copy: Callable[[], None]) -> float:
+    """GB/s of something that moves the working set once."""
+    start = time.perf_counter()
+    copy()
+    return WORKING_SET / (time.perf_counter() - start) / 1e9
+
+
+def _memcpy(pool: ThreadPoolExecutor, threads: int, target: Bytes, source: Bytes) -> None:
+    parts = zip(np.array_split(target, threads), np.array_split(source, threads), strict=True)
+    list(pool.map(lambda part: np.copyto(*part), parts))
+
+
+def _engine_memory() -> Bytes:
+    # Ordinary pages, as CPU engines have them: numpy's own allocations ask for huge ones.
+    memory = mmap.mmap(-1, WORKING_SET, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    words = np.frombuffer(memory, np.uint64)
+    words[:] = np.arange(len(words))
+    return words.view(np.uint8)
+
+
+def _namespace(fragment_bytes: int) -> Namespace:
+    layers = tuple(Layer(f"layers.{number}", fragment_bytes) for number in range(LAYERS))
+    return Namespace(
+        engine="bench",
+        model="copy",
+        weights="none",
+        kv_dtype="uint8",
+        groups=(Group(BLOCK_TOKENS, layers),),
+        parallel=ParallelStrategy(),
+        chunk_tokens=BLOCK_TOKENS * BLOCKS_PER_CHUNK,
+        block_hash=BlockHash("none", BLOCK_TOKENS, ""),
+        checksum="xxh3-64",
+    )
+
+
+def _geometry(order: BlockOrder) -> dict[str, Any]:
+    return {
+        "layers": LAYERS,
+        "blocks_per_chunk": BLOCKS_PER_CHUNK,
+        "block_tokens": BLOCK_TOKENS,
+        "block_order": order,
+        "working_set_bytes": WORKING_SET,
+    }
+
+
+def _machine() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "numpy": version("numpy"),
+        "xxhash": version("xxhash"),
+    }
+
+
+def _size_text(size: int) -> str:
+    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if size >= unit:
+            return f"{size // unit} {name}"
+    return f"{size} B"

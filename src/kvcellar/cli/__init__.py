@@ -1,0 +1,5 @@
+"""The command line. Thin: parses, calls, prints."""
+
+from kvcellar.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,42 @@
+"""`kvcellar bench`: run a benchmark and show it as a table or as JSON."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A few seconds, for a first look.")]
+
+
+@app.command()
+def copy(as_json: Json = False, quick: Quick = False) -> None:
+    """Store and load through shared memory with the integrity check on, beside plain memcpy."""
+    from kvcellar.bench.copy import copy_table, run_copy  # noqa: PLC0415 - heavy
+
+    result = run_copy(quick=quick)
+    _show(result, as_json, copy_table)
+
+
+@app.command()
+def control(
+    as_json: Json = False,
+    quick: Quick = False,
+    peer: Annotated[str, typer.Option(help="Run a peer through the same operations: lmcache.")] = "",
+) -> None:
+    """Start-up, round trips, lookups and store bookkeeping of a real server on this machine."""
+    from kvcellar.bench.control import control_table, run_control  # noqa: PLC0415 - heavy
+
+    result = run_control(quick=quick, peer=peer)
+    _show(result, as_json, control_table)
+
+
+def _show(result: dict[str, Any], as_json: bool, table: Any) -> None:
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    from rich.console import Console  # noqa: PLC0415 - heavy
+
+    Console().print(table(result))

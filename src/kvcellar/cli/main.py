@@ -1,0 +1,159 @@
+"""The commands. A user's mistake is one line and exit code 2, never a stack trace.
+
+Imports are kept inside commands where they are heavy: `kvcellar serve` must be ready in half a second.
+"""
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcellar import __version__
+from kvcellar.cli import bench
+from kvcellar.config import HELP, load_settings
+from kvcellar.errors import CellarError, StartupError, Unavailable
+
+app = typer.Typer(
+    help="KVCellar keeps the KV cache that LLM engines throw away.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(bench.app, name="bench", help="Measure this machine.")
+
+
+def _flag(name: str) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(
+        f"--{name.replace('_', '-')}", help=HELP[name], show_default=False
+    )
+    return option
+
+
+Text = str | None
+Name = Annotated[Text, _flag("name")]
+Socket = Annotated[Text, _flag("socket")]
+Config = Annotated[
+    Text, typer.Option("--config", help="TOML file with any of these settings.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+@app.command()
+def serve(
+    name: Name = None,
+    memory: Annotated[Text, _flag("memory")] = None,
+    folder: Annotated[Text, _flag("folder")] = None,
+    socket: Socket = None,
+    hold_percent: Annotated[Text, _flag("hold_percent")] = None,
+    allow_uids: Annotated[Text, _flag("allow_uids")] = None,
+    drain_seconds: Annotated[Text, _flag("drain_seconds")] = None,
+    grace_seconds: Annotated[Text, _flag("grace_seconds")] = None,
+    log_level: Annotated[Text, _flag("log_level")] = None,
+    config: Config = None,
+) -> None:
+    """Run the server of this host until SIGTERM or Ctrl-C; its memory stays for the next one to adopt.
+
+    Every flag can also be given as KVCELLAR_<FLAG> or in a TOML file (--config); flags win, then variables.
+    """
+    flags = {key: value for key, value in locals().items() if key != "config"}
+    settings = load_settings(flags, config)
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+
+    import uvloop  # noqa: PLC0415 - only the server needs it
+
+    from kvcellar.server import Server  # noqa: PLC0415 - likewise
+
+    async def run() -> None:
+        await Server(settings).serve()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+
+
+@app.command()
+def status(name: Name = None, socket: Socket = None, as_json: Json = False, config: Config = None) -> None:
+    """Show what the server holds, for whom, and how well it does."""
+    from kvcellar.cli.status import fetch_status, print_status  # noqa: PLC0415 - rich takes its time
+
+    report = fetch_status(_socket(name, socket, config))
+    print_status(report, as_json=as_json)
+
+
+@app.command()
+def clear(
+    namespace: Annotated[str, typer.Option(help="Only this namespace: the id that `status` shows.")] = "",
+    name: Name = None,
+    socket: Socket = None,
+    folder: Annotated[Text, _flag("folder")] = None,
+    config: Config = None,
+) -> None:
+    """Forget cached KV. Without a running server, free the shared memory that the last one left."""
+    from kvcellar.arena import remove_folder  # noqa: PLC0415 - numpy takes its time
+    from kvcellar.client import AdminClient  # noqa: PLC0415 - likewise
+
+    settings = load_settings({"name": name, "socket": socket, "folder": folder}, config)
+    try:
+        admin = AdminClient(settings.socket_path)
+    except Unavailable as error:
+        if namespace or not settings.folder_path.exists():
+            raise
+        freed = remove_folder(settings.folder_path)
+        print(f"{error}; freed {freed >> 20} MiB that an earlier server left in {settings.folder_path}")
+        return
+    with admin:
+        print(f"forgot {admin.clear(_namespace_id(namespace))} stripes")
+
+
+@app.command()
+def pin(
+    namespace: Annotated[str, typer.Argument(help="The id that `status` shows.")],
+    off: Annotated[bool, typer.Option("--off", help="Allow eviction again.")] = False,
+    name: Name = None,
+    socket: Socket = None,
+    config: Config = None,
+) -> None:
+    """Keep a namespace: none of its chunks is evicted until the pin is taken off or the server stops."""
+    from kvcellar.client import AdminClient  # noqa: PLC0415 - numpy takes its time
+
+    wanted = _namespace_id(namespace)
+    if wanted is None:
+        raise StartupError("name a namespace; `kvcellar status` lists them")
+    with AdminClient(_socket(name, socket, config)) as admin:
+        admin.pin(wanted, not off)
+    print(f"{namespace} may be evicted again" if off else f"{namespace} is pinned")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def _socket(name: str | None, socket: str | None, config: str | None) -> Path:
+    return load_settings({"name": name, "socket": socket}, config).socket_path
+
+
+def _namespace_id(text: str) -> bytes | None:
+    if not text:
+        return None
+    try:
+        parsed = bytes.fromhex(text)
+    except ValueError:
+        parsed = b""
+    if len(parsed) != 16:
+        raise StartupError(f"{text!r} is not a namespace id: 32 hex digits, as `kvcellar status` shows")
+    return parsed
+
+
+def main() -> None:
+    try:
+        app()
+    except CellarError as error:
+        print(f"kvcellar: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

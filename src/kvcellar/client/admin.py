@@ -1,0 +1,43 @@
+"""The operator's side: one question, one answer."""
+
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from kvcellar.client.link import Link
+from kvcellar.wire import messages as m
+from kvcellar.wire.report import StatusReport
+
+
+class AdminClient:
+    """Raises Unavailable without a server, and whatever the server refuses with."""
+
+    def __init__(self, path: Path, timeout: float = 5.0) -> None:
+        self._timeout = timeout
+        self._link = Link.open(path, m.Hello(m.PROTOCOL_VERSION, "admin"), timeout)
+
+    def __enter__(self) -> "AdminClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._link.close()
+
+    def ping(self) -> None:
+        self._link.call(m.Ping(), self._timeout)
+
+    def status(self) -> StatusReport:
+        answer = self._link.call(m.Status(), self._timeout)
+        assert isinstance(answer, m.Report)
+        return msgspec.msgpack.decode(answer.status, type=StatusReport)
+
+    def clear(self, namespace: bytes | None = None) -> int:
+        """Forget one namespace, or everything; returns how many stripes that were."""
+        answer = self._link.call(m.Clear(namespace), self._timeout)
+        assert isinstance(answer, m.Settled)
+        return answer.stripes
+
+    def pin(self, namespace: bytes, pinned: bool) -> None:
+        self._link.call(m.Pin(namespace, pinned), self._timeout)

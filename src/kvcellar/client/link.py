@@ -1,0 +1,133 @@
+"""Link: one control connection from an engine's side, with a deadline on everything.
+
+Plain blocking sockets and no thread of its own: the caller's thread sends and reads, so a round trip costs no
+hand-over. Any trouble raises Unavailable, a refusal raises what the server said, and after either the link is
+of no more use. Knows nothing of leases.
+"""
+
+import itertools
+import socket
+import time
+from pathlib import Path
+
+from kvcellar.errors import BadRequest, CellarError, DeadlineExceeded, Disconnected, from_code
+from kvcellar.wire import CONTROL, FrameReader, client_reader, encode
+from kvcellar.wire import messages as m
+
+_RECEIVE = 1 << 18
+
+_ids = itertools.count(1)
+
+
+class Link:
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.epoch = 0
+        self._reader: FrameReader[m.FromServer] = client_reader()
+        self._backlog: list[m.FromServer] = []  # arrived beside what a `call` waited for
+
+    @classmethod
+    def open(cls, path: Path, hello: m.Hello, timeout: float) -> "Link":
+        deadline = time.monotonic() + timeout
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        link = cls(sock)
+        try:
+            sock.settimeout(timeout)
+            sock.connect(str(path))
+            sock.sendall(CONTROL + encode(hello))
+            answer = link.receive_one(deadline)
+            if not isinstance(answer, m.Welcome):
+                raise Disconnected(f"{path} does not answer as a kvcellar server")
+            link.epoch = answer.epoch
+        except OSError as error:
+            link.close()
+            raise Disconnected(f"no server on {path}: {error.strerror or error}") from None
+        except CellarError:
+            link.close()
+            raise
+        return link
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def send(self, ops: tuple[m.Operation, ...], timeout: float) -> int:
+        """Send a request and return its id. A server that takes no more bytes is as good as none."""
+        request_id = next(_ids)
+        frame = encode(m.Request(request_id, max(1, int(timeout * 1000)), ops))
+        try:
+            self.sock.settimeout(timeout)
+            self.sock.sendall(frame)
+        except OSError as error:
+            # The frame may be out in part: nothing sensible can follow it.
+            raise Disconnected(f"the server went away: {error}") from None
+        return request_id
+
+    def receive(self, deadline: float) -> list[m.FromServer]:
+        """Whatever has arrived, waiting until the deadline for the first message. Empty if there is none by
+        then.
+        """
+        messages = self._take()
+        while not messages:
+            left = deadline - time.monotonic()
+            if not self._read(max(0.0, left)) and left <= 0:
+                return []
+            messages = self._take()
+        return messages
+
+    def receive_one(self, deadline: float) -> m.FromServer:
+        messages = self.receive(deadline)
+        if not messages:
+            raise DeadlineExceeded("no answer in time")
+        return messages[0]
+
+    def call(self, op: m.Operation, timeout: float) -> m.Result:
+        """One operation, one result. What else arrives meanwhile is kept for `receive`."""
+        deadline = time.monotonic() + timeout
+        request_id = self.send((op,), timeout)
+        beside: list[m.FromServer] = []
+        result: m.Result | None = None
+        while result is None:
+            messages = self.receive(deadline)
+            if not messages:
+                raise DeadlineExceeded("no answer in time")
+            for message in messages:
+                if isinstance(message, m.Reply) and message.id == request_id:
+                    result = message.results[0]
+                else:
+                    beside.append(message)
+        self._backlog = beside
+        return checked(result)
+
+    @property
+    def has_backlog(self) -> bool:
+        return bool(self._backlog)
+
+    def _take(self) -> list[m.FromServer]:
+        backlog, self._backlog = self._backlog, []
+        try:
+            messages = backlog + list(self._reader.messages())
+        except BadRequest as error:
+            raise Disconnected(f"the server sent nonsense: {error}") from None
+        for message in messages:
+            if isinstance(message, m.Refused):
+                raise from_code(message.code, message.message)
+        return messages
+
+    def _read(self, timeout: float) -> bool:
+        try:
+            self.sock.settimeout(timeout)
+            data = self.sock.recv(_RECEIVE)
+        except (TimeoutError, BlockingIOError):
+            return False
+        except OSError as error:
+            raise Disconnected(f"the server went away: {error}") from None
+        if not data:
+            raise Disconnected("the server closed the connection")
+        self._reader.feed(data)
+        return True
+
+
+def checked(result: m.Result) -> m.Result:
+    if isinstance(result, m.Failure):
+        raise from_code(result.code, result.message)
+    return result

@@ -1,0 +1,272 @@
+"""The scheduler side of an engine: finds chunks, reserves places, gives back.
+
+A lookup is one round trip in the caller's thread, bounded by its timeout. Everything else is queued and
+leaves in one message at `flush`; what was reserved arrives at a later `collect`. Nothing here ever waits for
+a server that is away: without one, or with one that fell silent, a lookup is a miss and a flush drops what it
+has. A thread reconnects in the background.
+
+Used by one thread. Leases given to ranks are theirs: this side may release or abort only what it has told no
+rank.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvcellar.client.backoff import keep_trying
+from kvcellar.client.link import Link
+from kvcellar.errors import CellarError, Disconnected, Unavailable
+from kvcellar.identity import ChunkKey, Namespace
+from kvcellar.wire import messages as m
+
+log = logging.getLogger(__name__)
+
+# Leases named when coming back to the same server. More than an engine can have open; the oldest are surely
+# over.
+_MAX_KNOWN = 1 << 16
+_CONNECT_S = 2.0
+_FLUSH_S = 0.2
+
+
+class Grant(NamedTuple):
+    """The answer to a lookup or a reserve. `places[group][chunk]`, NO_PLACE where there is nothing to read or
+    write.
+    """
+
+    lease: int
+    chunks: int
+    places: list[npt.NDArray[np.uint32]]
+    reason: str
+
+
+def _miss(reason: str) -> Grant:
+    return Grant(0, 0, [], reason)
+
+
+class _Lookup:
+    """The tag of a lookup under way."""
+
+    def __init__(self) -> None:
+        self.grant: Grant | None = None
+        self.abandoned = False  # nobody waits any more: if it grants something, give it back
+
+
+class SchedulerClient:
+    def __init__(self, path: Path, session: str, namespace: Namespace, label: str = "") -> None:
+        self.path = path
+        self.namespace = namespace
+        self._hello = m.Hello(m.PROTOCOL_VERSION, "scheduler", session, label=label)
+        self._link: Link | None = None
+        self._epoch = 0
+        self._known: dict[int, None] = {}  # leases, oldest first
+        self._queue: list[tuple[m.Operation, Hashable]] = []
+        self._sent: dict[int, list[Hashable]] = {}  # request id -> tags of its operations
+        self._granted: list[tuple[Hashable, Grant]] = []
+        self._silent = False  # the last lookup got no answer: do not wait for another before something comes
+        self._lock = threading.Lock()  # guards _link and _known against the thread that reconnects
+        self._broken, self._stopped = threading.Event(), threading.Event()
+        self._broken.set()
+        self._thread = threading.Thread(target=self._keep_connected, name="kvcellar-scheduler", daemon=True)
+        self._thread.start()
+
+    # -- asking -----------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[ChunkKey], timeout: float = 0.05) -> Grant:
+        """What is here of these chunks, pinned for every rank. A miss, with a reason, whenever it is not
+        sure.
+        """
+        deadline = time.monotonic() + timeout
+        tag = _Lookup()
+        try:
+            link = self._current_link()
+            if self._silent and not self._receive(link, 0.0):
+                return _miss("silent")
+            self._send(link, ((m.Lookup(self.namespace.id, b"".join(keys)), tag),), timeout)
+            while tag.grant is None:
+                if not self._receive(link, deadline):
+                    tag.abandoned = self._silent = True
+                    return _miss("deadline_exceeded")
+        except Unavailable as error:
+            return _miss(error.code)
+        return tag.grant
+
+    def reserve(
+        self,
+        tag: Hashable,
+        keys: Sequence[ChunkKey],
+        parent: ChunkKey | None,
+        groups: Sequence[int] | None = None,
+    ) -> None:
+        """Ask, at the next flush, for places to write these chunks; `collect` will say (tag, grant)."""
+        chosen = tuple(groups) if groups is not None else None
+        self._queue.append((m.Reserve(self.namespace.id, b"".join(keys), parent, chosen), tag))
+
+    def release(self, lease: int, first: int, stop: int) -> None:
+        """No rank was told of these chunks, and none will be."""
+        self._queue.append((m.Release(lease, first, stop), None))
+
+    def abort(self, lease: int, first: int, stop: int) -> None:
+        """No rank was told to write these chunks, and none will be."""
+        self._queue.append((m.Abort(lease, first, stop), None))
+
+    def forget(self, lease: int) -> None:
+        """Every rank has answered for this lease."""
+        with self._lock:
+            self._known.pop(lease, None)
+
+    def flush(self) -> None:
+        """Send all that is queued in one message. Never waits for a server that is away."""
+        if not self._queue:
+            return
+        try:
+            link = self._current_link()
+            if self._silent and not self._receive(link, 0.0):
+                # What frees something must not be lost while the connection stands; what asks can be.
+                asking = [tag for op, tag in self._queue if isinstance(op, m.Reserve)]
+                self._queue = [(op, tag) for op, tag in self._queue if not isinstance(op, m.Reserve)]
+                self._granted += [(tag, _miss("silent")) for tag in asking]
+                return
+            queue, self._queue = self._queue, []
+            for at in range(0, len(queue), m.MAX_OPS):
+                self._send(link, queue[at : at + m.MAX_OPS], _FLUSH_S)
+        except Unavailable:
+            pass  # _drop has answered for everything that was queued or sent
+
+    def collect(self, timeout: float = 0.0) -> list[tuple[Hashable, Grant]]:
+        """Reservations answered since the last call; with a timeout, wait for the first."""
+        deadline = time.monotonic() + timeout
+        try:
+            link = self._current_link()
+            while self._receive(link, 0.0 if self._granted else deadline):
+                pass
+        except Unavailable:
+            pass
+        granted, self._granted = self._granted, []
+        return granted
+
+    @property
+    def connected(self) -> bool:
+        return self._link is not None
+
+    def wait_connected(self, timeout: float) -> bool:
+        """For start-up and tests; an engine need not wait."""
+        deadline = time.monotonic() + timeout
+        while not self.connected and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self.connected
+
+    def close(self) -> None:
+        """Leave for good: everything this side still held is given back."""
+        self._stopped.set()
+        self._broken.set()
+        self._thread.join(2 * _CONNECT_S)
+        with self._lock:
+            link, self._link = self._link, None
+        if link is not None:
+            with contextlib.suppress(CellarError):
+                link.call(m.Leave(), _FLUSH_S)
+            link.close()
+
+    # -- the connection ---------------------------------------------------------------------------------
+
+    def _current_link(self) -> Link:
+        link = self._link
+        if link is None:
+            self._fail_all("disconnected")
+            raise Disconnected("no server")
+        return link
+
+    def _send(self, link: Link, ops: Sequence[tuple[m.Operation, Hashable]], timeout: float) -> None:
+        try:
+            request_id = link.send(tuple(op for op, _ in ops), timeout)
+        except Unavailable:
+            self._granted += [(tag, _miss("disconnected")) for op, tag in ops if isinstance(op, m.Reserve)]
+            self._drop(link)
+            raise
+        self._sent[request_id] = [tag for _, tag in ops]
+
+    def _receive(self, link: Link, deadline: float) -> bool:
+        """Take in what has arrived; False if nothing did by the deadline."""
+        try:
+            messages = link.receive(deadline)
+        except CellarError as error:
+            log.info("connection lost: %s", error)
+            self._drop(link)
+            raise Disconnected(str(error)) from None
+        for message in messages:
+            self._silent = False
+            if isinstance(message, m.Reply):
+                for tag, result in zip(self._sent.pop(message.id, ()), message.results, strict=False):
+                    self._on_result(tag, result)
+        return bool(messages)
+
+    def _on_result(self, tag: Hashable, result: m.Result) -> None:
+        if isinstance(result, m.Failure):
+            log.debug("the server refused: %s", result.message)
+        grant = _grant(result)
+        if grant.lease:
+            with self._lock:
+                self._known[grant.lease] = None
+                if len(self._known) > _MAX_KNOWN:
+                    del self._known[next(iter(self._known))]
+        if isinstance(tag, _Lookup):
+            tag.grant = grant
+            if tag.abandoned and grant.lease:
+                self.release(grant.lease, 0, grant.chunks)
+        elif tag is not None:
+            self._granted.append((tag, grant))
+
+    def _drop(self, link: Link) -> None:
+        """This connection is over. Whatever was asked on it is a miss; whatever it granted in vain, the
+        server takes back.
+        """
+        with self._lock:
+            if self._link is link:
+                self._link = None
+        link.close()
+        self._fail_all("disconnected")
+        self._broken.set()
+
+    def _fail_all(self, reason: str) -> None:
+        asked = [tag for _, tag in self._queue] + [tag for tags in self._sent.values() for tag in tags]
+        self._queue.clear()
+        self._sent.clear()
+        self._silent = False
+        self._granted += [
+            (tag, _miss(reason)) for tag in asked if tag is not None and not isinstance(tag, _Lookup)
+        ]
+
+    def _keep_connected(self) -> None:
+        while self._broken.wait() and not self._stopped.is_set():
+            self._broken.clear()
+            keep_trying(self.path, self._connect, self._stopped)
+
+    def _connect(self) -> None:
+        with self._lock:
+            known = tuple(self._known)
+        link = Link.open(self.path, msgspec.structs.replace(self._hello, leases=known), _CONNECT_S)
+        try:
+            link.call(m.Register(self.namespace), _CONNECT_S)
+        except CellarError:
+            link.close()
+            raise
+        with self._lock:
+            if link.epoch != self._epoch:
+                self._epoch = link.epoch
+                self._known.clear()  # another server: it knows none of them
+            self._link = link
+
+
+def _grant(result: m.Result) -> Grant:
+    if isinstance(result, m.Granted):
+        places = [np.frombuffer(row, dtype="<u4") for row in result.places]
+        return Grant(result.lease, result.chunks, places, result.reason)
+    return _miss(result.code if isinstance(result, m.Failure) else "")

@@ -1,0 +1,204 @@
+"""The worker side of an engine: maps slabs, says what was copied.
+
+All calls return at once; one thread owns the connection, sends what is queued, maps racks as they are
+announced and reconnects. The fence around copies is `copying`: while anybody is inside, this process does not
+attach again, since attaching says "I hold nothing", and nobody gets in with a lease of a server that is gone.
+
+    with worker.copying(lease) as slots:
+        bad = transfer.load(plan, keys, slots)
+    worker.release(lease, 0, chunks)
+"""
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvcellar.client.backoff import keep_trying
+from kvcellar.client.link import Link
+from kvcellar.client.slabs import SlabMap, Slot, fetch_slab
+from kvcellar.errors import CellarError, Disconnected, Rejected
+from kvcellar.identity import Namespace
+from kvcellar.ledger import LEASE_BITS
+from kvcellar.slab import Place
+from kvcellar.wire import messages as m
+
+log = logging.getLogger(__name__)
+
+_CONNECT_S = 2.0
+_SEND_S = 1.0
+_MAP_S = 2.0
+
+Slots = Callable[[int, Place], Slot]
+
+
+class WorkerClient:
+    def __init__(self, path: Path, session: str, rank: int, namespace: Namespace, label: str = "") -> None:
+        self.path = path
+        self.namespace = namespace
+        self.rank = rank
+        self._session = session
+        self._label = label
+        self._epoch = 0  # of the server we are attached to; 0 while there is none
+        self._slabs = SlabMap()
+        self._queue: list[m.Operation] = []
+        self._outstanding = 0  # operations queued or sent and not yet answered
+        self._copies = 0
+        self._state = threading.Condition()  # guards the four above
+        self._stopped = threading.Event()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name=f"kvcellar-worker-{rank}", daemon=True)
+        self._thread.start()
+
+    # -- copying ----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def copying(self, lease: int) -> Iterator[Slots]:
+        """The right to touch slots, for as long as the block lasts. Raises Unavailable if the lease's server
+        is gone.
+        """
+        with self._state:
+            if lease >> LEASE_BITS != self._epoch:
+                raise Disconnected("the server that granted this lease is gone")
+            self._copies += 1
+            slabs = self._slabs
+        try:
+            yield lambda group, place: slabs.slot(group, place, _MAP_S)
+        finally:
+            with self._state:
+                self._copies -= 1
+                self._state.notify_all()
+
+    def release(self, lease: int, first: int, stop: int) -> None:
+        """These chunks have been read."""
+        self._post(lease, m.Release(lease, first, stop))
+
+    def commit(self, lease: int, first: int, stop: int) -> None:
+        """All bytes and headers of these chunks are in place."""
+        self._post(lease, m.Commit(lease, first, stop))
+
+    def abort(self, lease: int, first: int, stop: int) -> None:
+        """These chunks will not be written by this rank."""
+        self._post(lease, m.Abort(lease, first, stop))
+
+    def condemn(self, lease: int, group: int, chunk: int) -> None:
+        """Wrong bytes were read here. Say so before releasing."""
+        self._post(lease, m.Condemn(lease, group, chunk))
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until the server has answered everything said so far, or is gone. False when neither by the
+        deadline.
+        """
+        with self._state:
+            return self._state.wait_for(lambda: not self._outstanding, timeout)
+
+    @property
+    def connected(self) -> bool:
+        return self._epoch != 0
+
+    def wait_connected(self, timeout: float) -> bool:
+        """For start-up and tests; an engine need not wait."""
+        with self._state:
+            return self._state.wait_for(lambda: self._epoch != 0, timeout)
+
+    def close(self) -> None:
+        """Leave for good. No copy may be under way."""
+        self._stopped.set()
+        self._wake()
+        self._thread.join(_CONNECT_S + _SEND_S)
+        os.close(self._wake_write)
+
+    def _post(self, lease: int, op: m.Operation) -> None:
+        with self._state:
+            if lease >> LEASE_BITS != self._epoch:
+                return  # nobody is left to be told
+            self._queue.append(op)
+            self._outstanding += 1
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+            os.write(self._wake_write, b"\0")
+
+    # -- the connection's thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        links: list[Link] = []
+        while keep_trying(self.path, lambda: links.append(self._connect()), self._stopped):
+            link = links.pop()
+            try:
+                while not self._stopped.is_set():
+                    self._serve(link)
+                link.send((m.Leave(),), _SEND_S)
+            except CellarError as error:
+                log.debug("connection lost: %s", error)
+            finally:
+                self._detach(link)
+        os.close(self._wake_read)
+
+    def _connect(self) -> Link:
+        with self._state:
+            # Attaching says that nothing is held: every copy on the word of an earlier server must be over.
+            self._state.wait_for(lambda: not self._copies or self._stopped.is_set())
+        hello = m.Hello(m.PROTOCOL_VERSION, "worker", self._session, self.rank, self._label)
+        link = Link.open(self.path, hello, _CONNECT_S)
+        try:
+            answer = link.call(m.Register(self.namespace), _CONNECT_S)
+            assert isinstance(answer, m.Registered)
+            for group, rack in answer.racks:
+                self._map(group, rack)
+        except CellarError:
+            link.close()
+            self._slabs.clear()
+            raise
+        with self._state:
+            self._epoch = link.epoch
+            self._state.notify_all()
+        return link
+
+    def _serve(self, link: Link) -> None:
+        """Wait for something to do, and do it."""
+        if not link.has_backlog:
+            select.select([link.sock.fileno(), self._wake_read], [], [])
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+        with self._state:
+            ops, self._queue = self._queue, []
+        for at in range(0, len(ops), m.MAX_OPS):
+            link.send(tuple(ops[at : at + m.MAX_OPS]), _SEND_S)
+        for message in link.receive(time.monotonic()):
+            self._on_message(link, message)
+
+    def _on_message(self, link: Link, message: m.FromServer) -> None:
+        if isinstance(message, m.RackAdded):
+            with contextlib.suppress(Rejected):  # gone again already
+                self._map(message.group, message.rack)
+        elif isinstance(message, m.RackLeaving):
+            self._slabs.drop(message.group, message.rack)
+            link.send((m.Unmapped(message.namespace, message.group, message.rack),), _SEND_S)
+        elif isinstance(message, m.Reply):
+            for result in message.results:
+                if isinstance(result, m.Failure):
+                    log.warning("the server refused: %s", result.message)
+            with self._state:
+                self._outstanding = max(0, self._outstanding - len(message.results))
+                self._state.notify_all()
+
+    def _map(self, group: int, rack: int) -> None:
+        if (group, rack) not in self._slabs:
+            slab = fetch_slab(self.path, self._session, self.rank, self.namespace.id, group, rack)
+            self._slabs.add(group, rack, slab)
+
+    def _detach(self, link: Link) -> None:
+        link.close()
+        with self._state:
+            self._epoch = 0
+            self._queue.clear()
+            self._outstanding = 0
+            # Copies under way keep the map they were given; the next server's racks go into a new one.
+            self._slabs = SlabMap()
+            self._state.notify_all()

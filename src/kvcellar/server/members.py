@@ -1,0 +1,199 @@
+"""Members: the processes behind sessions and ranks, and whether they live.
+
+A member is a rank's process. It stays one when its connection is lost; it ends when the process is gone
+(pidfd), when it says Leave, or, where the kernel gives no pidfd, a quarantine after its connection was lost.
+Only then does the ledger free what it held.
+
+The roster file remembers the processes for the next server: until each of them has attached again or died, or
+the grace time is over, an engine may still be copying on the word of the earlier server.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from kvcellar.arena import RackKey
+from kvcellar.errors import RankTaken, WrongOwner
+from kvcellar.ledger import SCHEDULER, Ledger, LeaseId, Session
+from kvcellar.wire.messages import Hello, Message
+from kvcellar.wire.peer import Peer, Process, open_process
+
+log = logging.getLogger(__name__)
+
+# Longer than any copy takes: the only guess in the system, and only where the kernel cannot tell.
+QUARANTINE_S = 30.0
+
+
+class Link(Protocol):
+    """A member's connection, as far as members need it."""
+
+    def send(self, message: Message) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Member:
+    def __init__(self, session: Session, rank: int, peer: Peer, label: str, link: Link) -> None:
+        self.session = session
+        self.rank = rank
+        self.peer = peer
+        self.label = label
+        self.link: Link | None = link
+        self.maps: set[RackKey] = set()  # slabs whose descriptor it was given
+
+
+class Members:
+    def __init__(self, ledger: Ledger, roster: Path, changed: Callable[[], None]) -> None:
+        self.all: dict[tuple[str, int], Member] = {}
+        self._ledger = ledger
+        self._roster = roster
+        self._changed = changed  # somebody left or gave up a mapping
+        self._awaited: dict[Process, int | None] = {}  # of an earlier server, with their pidfd
+        self._loop = asyncio.get_running_loop()
+        self._grace_timer: asyncio.TimerHandle | None = None
+
+    # -- coming and going -------------------------------------------------------------------------------
+
+    def attach(self, hello: Hello, peer: Peer, link: Link) -> Member:
+        rank = SCHEDULER if hello.role == "scheduler" else hello.rank
+        self._admit(hello.session, rank, peer)
+        session = self._ledger.join(hello.session, rank)
+        if rank == SCHEDULER:
+            self._ledger.keep_leases(session, map(LeaseId, hello.leases))
+        member = Member(session, rank, peer, hello.label, link)
+        self.all[hello.session, rank] = member
+        if peer.pidfd is not None:
+            self._loop.add_reader(peer.pidfd, self._on_death, member)
+        self._write_roster()
+        self._settle_awaited(peer.process)
+        self._changed()
+        return member
+
+    def _admit(self, name: str, rank: int, peer: Peer) -> None:
+        """Refuse an intruder; make room if the rank's earlier process, or connection, is superseded."""
+        if any(member.peer.uid != peer.uid for (other, _), member in self.all.items() if other == name):
+            raise WrongOwner(f"session {name} belongs to another user")
+        known = self.all.get((name, rank))
+        if known is None:
+            return
+        if known.peer.is_gone():
+            self.end(known)
+        elif known.peer.process.same_as(peer.process):
+            if known.link is not None:
+                known.link.close()
+            self._unwatch(known)
+        else:
+            raise RankTaken(f"rank {rank} of session {name} is a live process, pid {known.peer.process.pid}")
+
+    def lost(self, member: Member, link: Link) -> None:
+        """A connection is gone. That says nothing about the process."""
+        if self.all.get((member.session.name, member.rank)) is not member or member.link is not link:
+            return
+        member.link = None
+        if member.peer.pidfd is None:
+            self._loop.call_later(QUARANTINE_S, self._end_quarantine, member)
+
+    def end(self, member: Member) -> None:
+        """The process is gone, or has left: free what it held."""
+        key = (member.session.name, member.rank)
+        if self.all.get(key) is not member:
+            return
+        del self.all[key]
+        self._unwatch(member)
+        self._ledger.part(member.session, member.rank)
+        self._write_roster()
+        self._changed()
+
+    def _on_death(self, member: Member) -> None:
+        log.info("rank %d of session %s is gone", member.rank, member.session.name)
+        link = member.link
+        self.end(member)
+        if link is not None:
+            link.close()
+
+    def _end_quarantine(self, member: Member) -> None:
+        if member.link is None:
+            self.end(member)
+
+    def _unwatch(self, member: Member) -> None:
+        if member.peer.pidfd is not None:
+            self._loop.remove_reader(member.peer.pidfd)
+        member.peer.close()
+
+    # -- what others need to know -----------------------------------------------------------------------
+
+    def tell(self, namespace: bytes, event: Message) -> None:
+        """Send an event to every connected worker that uses a namespace."""
+        for member in list(self.all.values()):
+            if (
+                member.link is not None
+                and member.rank != SCHEDULER
+                and namespace in member.session.namespaces
+            ):
+                member.link.send(event)
+
+    def mapping(self, key: RackKey) -> list[Member]:
+        return [member for member in self.all.values() if key in member.maps]
+
+    def unmapped(self, member: Member, key: RackKey) -> None:
+        member.maps.discard(key)
+        self._changed()
+
+    # -- after a restart --------------------------------------------------------------------------------
+
+    def begin_grace(self, seconds: float) -> None:
+        """Wait for the processes that an earlier server knew."""
+        self._ledger.set_grace(True)
+        for process in self._read_roster():
+            pidfd = open_process(process.pid, process.started) if process.pid else None
+            if pidfd is None and process.pid:
+                continue  # gone
+            self._awaited[process] = pidfd
+            if pidfd is not None:
+                self._loop.add_reader(pidfd, self._settle_awaited, process)
+        self._grace_timer = self._loop.call_later(seconds, self._end_grace)
+        if not self._awaited:
+            self._end_grace()
+
+    def _settle_awaited(self, process: Process) -> None:
+        """This process holds nothing of an earlier server's any more: it attached again, or it is gone."""
+        for awaited in [one for one in self._awaited if one.same_as(process)]:
+            pidfd = self._awaited.pop(awaited)
+            if pidfd is not None:
+                self._loop.remove_reader(pidfd)
+                os.close(pidfd)
+        if not self._awaited:
+            self._end_grace()
+
+    def _end_grace(self) -> None:
+        if self._grace_timer is None:
+            return
+        self._grace_timer.cancel()
+        self._grace_timer = None
+        for process in list(self._awaited):
+            pidfd = self._awaited.pop(process)
+            if pidfd is not None:
+                self._loop.remove_reader(pidfd)
+                os.close(pidfd)
+        self._ledger.set_grace(False)
+        self._write_roster()
+
+    def _write_roster(self) -> None:
+        processes = [member.peer.process for member in self.all.values()] + list(self._awaited)
+        draft = self._roster.with_suffix(".draft")
+        draft.write_bytes(msgspec.json.encode(processes))
+        draft.replace(self._roster)
+
+    def _read_roster(self) -> list[Process]:
+        try:
+            return msgspec.json.decode(self._roster.read_bytes(), type=list[Process])
+        except FileNotFoundError:
+            return []
+        except msgspec.MsgspecError as error:
+            log.warning("the roster cannot be read, waiting out the grace time: %s", error)
+            return [Process(0, 0, 0)]

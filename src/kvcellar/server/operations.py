@@ -1,0 +1,178 @@
+"""What each operation does: from wire messages to the ledger and back.
+
+One method per operation; it returns a result, or raises a CellarError that becomes a Failure. Only Reserve
+may have to wait (for memory to be allocated), so only it may return a coroutine. Knows nothing of sockets or
+frames.
+"""
+
+import asyncio
+import time
+from array import array
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from kvcellar.arena import RackKey
+from kvcellar.errors import BadRequest, Draining, Forbidden, NotAttached, UnknownNamespace
+from kvcellar.identity import ChunkKey, NamespaceId, layout_of
+from kvcellar.ledger import Granted as Grant
+from kvcellar.ledger import Ledger, LeaseId
+from kvcellar.server.members import Member, Members
+from kvcellar.server.steward import Steward
+from kvcellar.wire import messages as m
+from kvcellar.wire.report import StatusReport
+
+# A reserve waits for memory this long at most: its engine has better things to do, and eviction may do as
+# well.
+_GROWTH_WAIT_S = 1.0
+
+
+class Caller:
+    """Who asks: an attached member, or an administrator."""
+
+    def __init__(self, role: str, member: Member | None) -> None:
+        self.role = role
+        self._member = member
+
+    @property
+    def member(self) -> Member:
+        if self._member is None:
+            raise NotAttached("only schedulers and workers can do that")
+        return self._member
+
+    def require_admin(self) -> None:
+        if self.role != "admin":
+            raise Forbidden("only an admin connection can do that")
+
+
+class Operations:
+    def __init__(
+        self, ledger: Ledger, members: Members, steward: Steward, report: Callable[[], StatusReport]
+    ) -> None:
+        self.draining = False
+        self._ledger = ledger
+        self._members = members
+        self._steward = steward
+        self._report = report
+        self._handlers: dict[type[m.Message], Callable[[Caller, Any], m.Message | Awaitable[m.Message]]] = {
+            m.Ping: lambda _caller, _op: m.Pong(),
+            m.Register: self._register,
+            m.Lookup: self._lookup,
+            m.Reserve: self._reserve,
+            m.Release: self._release,
+            m.Commit: self._commit,
+            m.Abort: self._abort,
+            m.Condemn: self._condemn,
+            m.Unmapped: self._unmapped,
+            m.Leave: self._leave,
+            m.Status: self._status,
+            m.Clear: self._clear,
+            m.Pin: self._pin,
+        }
+
+    def perform(self, caller: Caller, op: m.Operation) -> m.Message | Awaitable[m.Message]:
+        return self._handlers[type(op)](caller, op)
+
+    def _register(self, caller: Caller, op: m.Register) -> m.Message:
+        member, namespace = caller.member, op.namespace
+        self._refuse_when_draining()
+        if member.rank >= namespace.parallel.world_size:
+            raise BadRequest(f"rank {member.rank} registers for a world of {namespace.parallel.world_size}")
+        self._steward.check_fits(namespace)
+        room = self._ledger.register(member.session, namespace)
+        for group in range(len(namespace.groups)):
+            self._steward.grow(room, group, 1)
+        shards = range(namespace.parallel.kv_world_size)
+        sizes = tuple(
+            tuple(layout_of(namespace, shard, group).slot_bytes for shard in shards)
+            for group in range(len(namespace.groups))
+        )
+        racks = tuple((group, rack) for group, shelf in enumerate(room.shelves) for rack in shelf.tables)
+        return m.Registered(namespace.id, namespace.chunk_tokens, sizes, racks)
+
+    def _lookup(self, caller: Caller, op: m.Lookup) -> m.Message:
+        self._refuse_when_draining()
+        grant = self._ledger.lookup(caller.member.session, NamespaceId(op.namespace), m.split_keys(op.keys))
+        return _granted(grant)
+
+    def _reserve(self, caller: Caller, op: m.Reserve) -> m.Message | Awaitable[m.Message]:
+        self._refuse_when_draining()
+        member, keys = caller.member, m.split_keys(op.keys)
+        if self._growth(op, len(keys)):
+            return self._reserve_later(member, op, keys)
+        return self._reserve_now(member, op, keys)
+
+    def _reserve_now(self, member: Member, op: m.Reserve, keys: list[ChunkKey]) -> m.Message:
+        parent = ChunkKey(op.parent) if op.parent is not None else None
+        grant = self._ledger.reserve(member.session, NamespaceId(op.namespace), keys, parent, op.groups)
+        return _granted(grant)
+
+    async def _reserve_later(self, member: Member, op: m.Reserve, keys: list[ChunkKey]) -> m.Message:
+        give_up = time.monotonic() + _GROWTH_WAIT_S
+        while (growth := self._growth(op, len(keys))) and (left := give_up - time.monotonic()) > 0:
+            await asyncio.wait(growth, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if member.link is None or self._members.all.get((member.session.name, member.rank)) is not member:
+            raise NotAttached("the client went away while memory was being allocated")
+        return self._reserve_now(member, op, keys)
+
+    def _growth(self, op: m.Reserve, stripes: int) -> list[asyncio.Task[None]]:
+        room = self._ledger.rooms.get(NamespaceId(op.namespace))
+        if room is None:
+            raise UnknownNamespace("register the namespace first")
+        groups = range(len(room.shelves)) if op.groups is None else op.groups
+        tasks = (self._steward.grow(room, group, stripes) for group in groups if group < len(room.shelves))
+        return [task for task in tasks if task is not None]
+
+    def _release(self, caller: Caller, op: m.Release) -> m.Message:
+        member = caller.member
+        return m.Settled(
+            self._ledger.release(member.session, member.rank, LeaseId(op.lease), op.first, op.stop)
+        )
+
+    def _commit(self, caller: Caller, op: m.Commit) -> m.Message:
+        member = caller.member
+        return m.Settled(
+            self._ledger.commit(member.session, member.rank, LeaseId(op.lease), op.first, op.stop)
+        )
+
+    def _abort(self, caller: Caller, op: m.Abort) -> m.Message:
+        member = caller.member
+        return m.Settled(
+            self._ledger.abort(member.session, member.rank, LeaseId(op.lease), op.first, op.stop)
+        )
+
+    def _condemn(self, caller: Caller, op: m.Condemn) -> m.Message:
+        member = caller.member
+        gone = self._ledger.condemn(member.session, member.rank, LeaseId(op.lease), op.group, op.chunk)
+        return m.Settled(gone)
+
+    def _unmapped(self, caller: Caller, op: m.Unmapped) -> m.Message:
+        self._members.unmapped(caller.member, RackKey(NamespaceId(op.namespace), op.group, op.rack))
+        return m.Settled(0)
+
+    def _leave(self, caller: Caller, _op: m.Leave) -> m.Message:
+        self._members.end(caller.member)
+        return m.Settled(0)
+
+    def _status(self, caller: Caller, _op: m.Status) -> m.Message:
+        caller.require_admin()
+        return m.Report(msgspec.Raw(msgspec.msgpack.encode(self._report())))
+
+    def _clear(self, caller: Caller, op: m.Clear) -> m.Message:
+        caller.require_admin()
+        return m.Settled(self._ledger.clear(NamespaceId(op.namespace) if op.namespace is not None else None))
+
+    def _pin(self, caller: Caller, op: m.Pin) -> m.Message:
+        caller.require_admin()
+        self._ledger.set_pinned(NamespaceId(op.namespace), op.pinned)
+        return m.Settled(0)
+
+    def _refuse_when_draining(self) -> None:
+        if self.draining:
+            raise Draining("the server is shutting down")
+
+
+def _granted(grant: Grant) -> m.Granted:
+    places = tuple(array("I", row).tobytes() for row in grant.places)
+    return m.Granted(grant.lease, grant.chunks, places, grant.reason)

@@ -1,0 +1,85 @@
+"""Puts together what `kvcellar status` shows, from the ledger, the arena and the members."""
+
+import os
+
+from kvcellar import __version__
+from kvcellar.arena import Arena
+from kvcellar.ledger import Ledger, Room, Shelf
+from kvcellar.server.members import Members
+from kvcellar.wire.report import GroupReport, NamespaceReport, SessionReport, StatusReport
+
+
+def make_report(
+    ledger: Ledger, arena: Arena, members: Members, *, socket: str, uptime_s: float, draining: bool
+) -> StatusReport:
+    return StatusReport(
+        version=__version__,
+        pid=os.getpid(),
+        epoch=ledger.epoch,
+        uptime_s=uptime_s,
+        socket=socket,
+        folder=str(arena.folder),
+        memory_limit=arena.limit,
+        memory_used=arena.used,
+        in_grace=ledger.in_grace,
+        draining=draining,
+        namespaces=[_namespace(room, ledger, arena) for room in ledger.rooms.values()],
+        sessions=_sessions(ledger, members),
+        counts=dict(ledger.counts) | {"racks_refused": arena.refused},
+    )
+
+
+def _namespace(room: Room, ledger: Ledger, arena: Arena) -> NamespaceReport:
+    namespace = room.namespace
+    racks = [rack for key, rack in arena.racks.items() if key.namespace == namespace.id]
+    return NamespaceReport(
+        id=namespace.id.hex(),
+        model=namespace.model,
+        kv_dtype=namespace.kv_dtype,
+        tenant=namespace.tenant,
+        seed=namespace.block_hash.seed,
+        chunk_tokens=namespace.chunk_tokens,
+        shards=namespace.parallel.kv_world_size,
+        pinned=room.pinned,
+        engines=sum(namespace.id in session.namespaces for session in ledger.sessions.values()),
+        memory_bytes=sum(rack.spec.file_bytes for rack in racks),
+        groups=[
+            _group(
+                namespace.groups[number].kind,
+                shelf,
+                [r.spec.slot_bytes for r in racks if r.spec.table_id.group == number],
+            )
+            for number, shelf in enumerate(room.shelves)
+        ],
+    )
+
+
+def _group(kind: str, shelf: Shelf, slot_bytes: list[tuple[int, ...]]) -> GroupReport:
+    return GroupReport(
+        kind=kind,
+        stripes=len(shelf),
+        slots=shelf.slots,
+        free=shelf.free_slots,
+        racks=len(shelf.tables),
+        slot_bytes=list(slot_bytes[0]) if slot_bytes else [],
+        left_by=dict(shelf.left_by),
+    )
+
+
+def _sessions(ledger: Ledger, members: Members) -> list[SessionReport]:
+    reports = []
+    for session in ledger.sessions.values():
+        mine = [member for member in members.all.values() if member.session is session]
+        reports.append(
+            SessionReport(
+                name=session.name,
+                label=next((member.label for member in mine if member.label), ""),
+                ranks=sorted(session.members),
+                connected=sorted(member.rank for member in mine if member.link is not None),
+                namespaces=[namespace.hex() for namespace in session.namespaces],
+                leases=len(session.leases),
+                held_bytes=session.held_bytes,
+                counts=dict(session.counts),
+            )
+        )
+    return reports

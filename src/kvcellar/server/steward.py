@@ -1,0 +1,140 @@
+"""The steward: makes racks ahead of need, and takes them back when another namespace has none.
+
+Growing comes before evicting, and never on the event loop: making a rack allocates every page of it. Taking a
+rack back first empties it, then asks every worker that maps it to let go, and only then returns its memory.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from kvcellar.arena import Arena, RackKey, RackSpec
+from kvcellar.errors import BadRequest
+from kvcellar.identity import Namespace, NamespaceId, stripe_bytes
+from kvcellar.ledger import Ledger, Room
+from kvcellar.server.members import Members
+from kvcellar.wire.messages import RackAdded, RackLeaving
+
+log = logging.getLogger(__name__)
+
+# After the file system refused to grow: it is asked again, but not at every store.
+_RETRY_S = 5.0
+
+
+class Steward:
+    def __init__(self, ledger: Ledger, arena: Arena, clock: Callable[[], float]) -> None:
+        self._ledger = ledger
+        self._arena = arena
+        self._clock = clock
+        self._threads = ThreadPoolExecutor(2, "kvcellar-racks")
+        self._growing: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        self._retry_at = 0.0
+        self._released = asyncio.Event()
+        self.leaving: set[RackKey] = set()
+        self.members: Members | None = None  # set once by the server; the two need each other
+
+    def adopt(self) -> int:
+        """Take over what an earlier server left; returns the number of stripes found again."""
+        found = 0
+        for adopted in self._arena.adopt():
+            room = self._ledger.open_room(adopted.namespace)
+            shelf = room.shelves[adopted.key.group]
+            found += shelf.adopt(
+                adopted.key.number, adopted.rack.table, adopted.scan.ready, adopted.scan.limbo
+            )
+        return found
+
+    def check_fits(self, namespace: Namespace) -> None:
+        """Refuse a geometry of which not even one chunk could ever be held."""
+        chunk = sum(stripe_bytes(namespace, group) for group in range(len(namespace.groups)))
+        if chunk > self._ledger.hold_limit:
+            raise BadRequest(
+                f"one chunk takes {chunk} bytes, an engine may hold {self._ledger.hold_limit}: raise --memory"
+            )
+
+    def shard_of(self, namespace: NamespaceId, rank: int) -> int:
+        return self._ledger.rooms[namespace].namespace.parallel.kv_worker_id(rank)
+
+    def grow(self, room: Room, group: int, stripes: int) -> asyncio.Task[None] | None:
+        """See to it that there are free places for `stripes`, and some more. Returns what to wait for, if
+        anything.
+
+        None means: as good as it gets, now or ever; evict for the rest.
+        """
+        shelf = room.shelves[group]
+        if shelf.free_slots >= max(stripes, shelf.slots // 4):
+            return None
+        key = (room.namespace.id, group)
+        task = self._growing.get(key)
+        if task is None and self._clock() >= self._retry_at:
+            task = self._start(room, group)
+            if task is not None:
+                self._growing[key] = task
+                task.add_done_callback(lambda _: self._growing.pop(key))
+        return task if shelf.free_slots < stripes else None
+
+    def _start(self, room: Room, group: int) -> asyncio.Task[None] | None:
+        spec = self._arena.plan(room.namespace, group)
+        if spec is not None:
+            return asyncio.create_task(self._make_rack(room, group, spec))
+        victim = self._victim(room, group)
+        return asyncio.create_task(self._take_back(victim)) if victim is not None else None
+
+    async def _make_rack(self, room: Room, group: int, spec: RackSpec) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            rack = await loop.run_in_executor(self._threads, self._arena.create, room.namespace, spec)
+        except OSError as error:
+            self._arena.cancel(spec)
+            self._retry_at = self._clock() + _RETRY_S
+            self._ledger.counts["growth_refused"] += 1
+            log.warning("no more shared memory (%s); making room by eviction instead", error.strerror)
+            return
+        key = self._arena.finish(rack)
+        room.shelves[group].add_rack(key.number, rack.table)
+        assert self.members is not None
+        self.members.tell(key.namespace, RackAdded(*key))
+
+    def _victim(self, room: Room, group: int) -> RackKey | None:
+        """A rack to take from a namespace that has more than its share, for one that has less."""
+        sizes: dict[bytes, int] = {}
+        for key, rack in self._arena.racks.items():
+            sizes[key.namespace] = sizes.get(key.namespace, 0) + rack.spec.file_bytes
+        used = {name for session in self._ledger.sessions.values() for name in session.namespaces}
+        share = self._arena.limit // max(1, len(used | {room.namespace.id}))
+        mine = sizes.get(room.namespace.id, 0)
+        if self._ledger.in_grace or (mine >= share and room.shelves[group].slots):
+            return None
+        for name in sorted(sizes, key=lambda name: (name in used, -sizes[name])):
+            if name == room.namespace.id or (name in used and sizes[name] <= share):
+                continue
+            for key in sorted((key for key in self._arena.racks if key.namespace == name), reverse=True):
+                if key not in self.leaving and self._ledger.rooms[key.namespace].shelves[key.group].is_idle(
+                    key.number
+                ):
+                    return key
+        return None
+
+    async def _take_back(self, key: RackKey) -> None:
+        self.leaving.add(key)
+        self._ledger.rooms[key.namespace].shelves[key.group].retire(key.number)
+        assert self.members is not None
+        self.members.tell(key.namespace, RackLeaving(*key))
+        while self.members.mapping(key):
+            self._released.clear()
+            await self._released.wait()
+        self._arena.remove(key)
+        self.leaving.discard(key)
+
+    def released(self) -> None:
+        """Somebody left or unmapped something."""
+        self._released.set()
+
+    async def close(self) -> None:
+        for task in list(self._growing.values()):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._threads.shutdown(wait=True)

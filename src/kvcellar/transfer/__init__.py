@@ -1,0 +1,17 @@
+"""Transfer: how KV gets from an engine's memory into slots and back, checked on the way."""
+
+from kvcellar.transfer.checksum import CHECKSUMS, Digest, digest_maker
+from kvcellar.transfer.host import HostTransfer
+from kvcellar.transfer.place import Place, Slots, Stamp
+from kvcellar.transfer.steps import block_memory
+
+__all__ = [
+    "CHECKSUMS",
+    "Digest",
+    "HostTransfer",
+    "Place",
+    "Slots",
+    "Stamp",
+    "block_memory",
+    "digest_maker",
+]

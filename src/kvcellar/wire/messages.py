@@ -1,0 +1,269 @@
+"""Every message that crosses the control socket. `docs/protocol.md` lists the same; a test compares them.
+
+A client opens with Hello and is answered by Welcome or Refused. After that it sends Requests, each with one
+or more operations, and gets one Reply per Request with one result per operation, in order; Events come
+unasked. Keys and places travel packed: 16 bytes a key, a little-endian u32 a place. Bounds that the decoder
+can check are declared here, so a handler never sees an absurd value.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvcellar.errors import BadRequest
+from kvcellar.identity import ID_BYTES, KEY_BYTES, ChunkKey, Namespace
+
+PROTOCOL_VERSION = 1
+
+MAX_KEYS = 65_536
+MAX_OPS = 256
+
+Meta = msgspec.Meta
+NamespaceIdField = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+KeyField = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+KeysField = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=MAX_KEYS * KEY_BYTES)]
+LeaseField = Annotated[int, Meta(ge=0, lt=1 << 62)]
+ChunkField = Annotated[int, Meta(ge=0, le=MAX_KEYS)]
+GroupField = Annotated[int, Meta(ge=0, lt=64)]
+RackField = Annotated[int, Meta(ge=0, lt=1 << 14)]
+Text = Annotated[str, Meta(max_length=1024)]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True, gc=False):
+    """An array that starts with its name: compact, and readable in a dump."""
+
+
+# -- opening -------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    version: int
+    role: Literal["scheduler", "worker", "admin"]
+    session: Annotated[str, Meta(max_length=128)] = ""  # common to all processes of one engine
+    rank: Annotated[int, Meta(ge=0, lt=1 << 20)] = 0  # of a worker
+    label: Text = ""  # for people
+    leases: Annotated[
+        tuple[LeaseField, ...], Meta(max_length=1 << 20)
+    ] = ()  # a scheduler's, when it comes back
+
+
+class Welcome(Message, frozen=True):
+    version: int
+    epoch: int
+    server: Text
+
+
+class Refused(Message, frozen=True):
+    """Why the server closes this connection."""
+
+    code: Text
+    message: Text
+
+
+# -- operations and their results ----------------------------------------------------------------------------
+
+
+class Ping(Message, frozen=True):
+    """Is anybody there? -> Pong."""
+
+
+class Register(Message, frozen=True):
+    """Open a namespace for this session -> Registered."""
+
+    namespace: Namespace
+
+
+class Lookup(Message, frozen=True):
+    """The longest prefix of these chunks that is here, pinned for all ranks -> Granted."""
+
+    namespace: NamespaceIdField
+    keys: KeysField
+
+
+class Reserve(Message, frozen=True):
+    """Places to write these chunks in -> Granted. What is here already, or being written, gets none."""
+
+    namespace: NamespaceIdField
+    keys: KeysField
+    parent: KeyField | None = None  # the chunk before the first
+    groups: Annotated[tuple[GroupField, ...], Meta(min_length=1, max_length=64)] | None = None  # default: all
+
+
+class Release(Message, frozen=True):
+    """This rank has read chunks [first, stop); from a scheduler: no rank will -> Settled."""
+
+    lease: LeaseField
+    first: ChunkField
+    stop: ChunkField
+
+
+class Commit(Message, frozen=True):
+    """This rank has all bytes of chunks [first, stop) in place -> Settled."""
+
+    lease: LeaseField
+    first: ChunkField
+    stop: ChunkField
+
+
+class Abort(Message, frozen=True):
+    """This rank will not write chunks [first, stop); from a scheduler: no rank will -> Settled."""
+
+    lease: LeaseField
+    first: ChunkField
+    stop: ChunkField
+
+
+class Condemn(Message, frozen=True):
+    """This rank read wrong bytes: nobody shall find this stripe again -> Settled."""
+
+    lease: LeaseField
+    group: GroupField
+    chunk: ChunkField
+
+
+class Unmapped(Message, frozen=True):
+    """The answer to RackLeaving: this rank maps the rack no more -> Settled."""
+
+    namespace: NamespaceIdField
+    group: GroupField
+    rack: RackField
+
+
+class Leave(Message, frozen=True):
+    """This process is done: it reads, writes and maps nothing more, and will close -> Settled."""
+
+
+class Status(Message, frozen=True):
+    """What the server holds and for whom (admin) -> Report."""
+
+
+class Clear(Message, frozen=True):
+    """Forget one namespace, or everything (admin) -> Settled."""
+
+    namespace: NamespaceIdField | None = None
+
+
+class Pin(Message, frozen=True):
+    """Evict nothing of a namespace, or allow it again (admin) -> Settled."""
+
+    namespace: NamespaceIdField
+    pinned: bool
+
+
+class Pong(Message, frozen=True):
+    pass
+
+
+class Registered(Message, frozen=True):
+    namespace: NamespaceIdField
+    chunk_tokens: int
+    slot_bytes: tuple[tuple[int, ...], ...]  # by group and shard
+    racks: tuple[tuple[int, int], ...]  # (group, rack) there are so far
+
+
+class Granted(Message, frozen=True):
+    lease: LeaseField  # 0: nothing is held
+    chunks: ChunkField
+    places: tuple[bytes, ...]  # by group, packed; 0xFFFFFFFF where there is nothing to read or write
+    reason: Text = ""  # why it is not more
+
+
+class Settled(Message, frozen=True):
+    stripes: int  # how many this changed; 0 for what was over already
+
+
+class Report(Message, frozen=True):
+    status: msgspec.Raw  # a StatusReport, see kvcellar.wire.report
+
+
+class Failure(Message, frozen=True):
+    """In place of any result. The code names a class in kvcellar.errors."""
+
+    code: Text
+    message: Text
+
+
+Operation = (
+    Ping
+    | Register
+    | Lookup
+    | Reserve
+    | Release
+    | Commit
+    | Abort
+    | Condemn
+    | Unmapped
+    | Leave
+    | Status
+    | Clear
+    | Pin
+)
+Result = Pong | Registered | Granted | Settled | Report | Failure
+
+
+class Request(Message, frozen=True):
+    id: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    deadline_ms: Annotated[int, Meta(ge=1, le=600_000)]
+    ops: Annotated[tuple[Operation, ...], Meta(min_length=1, max_length=MAX_OPS)]
+
+
+class Reply(Message, frozen=True):
+    id: int
+    results: tuple[Result, ...]
+
+
+# -- events --------------------------------------------------------------------------------------------------
+
+
+class RackAdded(Message, frozen=True):
+    """The namespace has one more rack: fetch and map its slab."""
+
+    namespace: NamespaceIdField
+    group: GroupField
+    rack: RackField
+
+
+class RackLeaving(Message, frozen=True):
+    """Unmap this rack's slab as soon as no copy uses it, and say Unmapped."""
+
+    namespace: NamespaceIdField
+    group: GroupField
+    rack: RackField
+
+
+class Goodbye(Message, frozen=True):
+    """The server is going; it will refuse new work and close."""
+
+
+FromClient = Hello | Request
+FromServer = Welcome | Refused | Reply | RackAdded | RackLeaving | Goodbye
+
+
+# -- the descriptor connection -------------------------------------------------------------------------------
+
+
+class FetchSlab(Message, frozen=True):
+    """On a connection of its own: the slab of this rank's shard. Answered by Slab, with the descriptor, or
+    Refused.
+    """
+
+    version: int
+    session: Annotated[str, Meta(max_length=128)]
+    rank: Annotated[int, Meta(ge=0, lt=1 << 20)]
+    namespace: NamespaceIdField
+    group: GroupField
+    rack: RackField
+
+
+class SlabSent(Message, frozen=True):
+    slots: int
+    slot_bytes: int
+
+
+SlabAnswer = SlabSent | Refused
+
+
+def split_keys(packed: bytes) -> list[ChunkKey]:
+    if len(packed) % KEY_BYTES:
+        raise BadRequest(f"{len(packed)} bytes are not a whole number of {KEY_BYTES}-byte keys")
+    return [ChunkKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
