@@ -1,0 +1,134 @@
+"""The namespace of a vLLM engine: from its configuration, its KV cache groups and its workers' tensors.
+
+Everything that decides what a byte means is in here. Specs are taken by exact type: a subclass that we do not
+know may keep state that we would not restore, and then there is no namespace and no cache, rather than a
+wrong one.
+"""
+
+import hashlib
+import json
+import math
+from typing import Any
+
+from vllm import __version__ as vllm_version
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvcellar.errors import BadRequest
+from kvcellar.identity import BlockHash, Group, Layer, Namespace, ParallelStrategy, default_chunk_tokens
+
+_LAYOUT_VERSION = 1
+
+
+class Unsupported(BadRequest):
+    """This engine's KV cannot be cached exactly; the message says why."""
+
+
+def parallel_strategy(config: VllmConfig, kv_cache_config: KVCacheConfig) -> ParallelStrategy:
+    parallel = config.parallel_config
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in _layer_specs(group).values()]
+    return ParallelStrategy(
+        tp=parallel.tensor_parallel_size,
+        pp=parallel.pipeline_parallel_size,
+        dcp=getattr(parallel, "decode_context_parallel_size", 1),
+        mla=all(type(spec) is MLAAttentionSpec for spec in specs),
+    )
+
+
+def make_namespace(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, layouts: dict[str, str], generation: int, tenant: str
+) -> Namespace:
+    """Call only once vLLM has derived NONE_HASH, that is from the first request on."""
+    check_supported(config, kv_cache_config)
+    model = config.model_config
+    groups = tuple(_group(group) for group in kv_cache_config.kv_cache_groups)
+    return Namespace(
+        engine=f"vllm {vllm_version} on {current_platform.device_name}, layout {_LAYOUT_VERSION}",
+        model=model.model,
+        weights=f"{model.revision or ''} {model.dtype} {_digest(model.hf_config)}",
+        kv_dtype=config.cache_config.cache_dtype,
+        kv_layout="; ".join(f"{name}={layout}" for name, layout in sorted(layouts.items())),
+        groups=groups,
+        parallel=parallel_strategy(config, kv_cache_config),
+        chunk_tokens=default_chunk_tokens(
+            [group.block_tokens for group in groups] + [hash_block_tokens(kv_cache_config)]
+        ),
+        block_hash=BlockHash(
+            config.cache_config.prefix_caching_hash_algo,
+            hash_block_tokens(kv_cache_config),
+            kv_cache_utils.NONE_HASH.hex(),
+        ),
+        checksum="xxh3-64",
+        quantization=str(model.quantization or ""),
+        draft_model=_draft_model(config),
+        weights_generation=generation,
+        tenant=tenant,
+    )
+
+
+def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    for group in kv_cache_config.kv_cache_groups:
+        for name, spec in _layer_specs(group).items():
+            if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
+                raise Unsupported(
+                    f"layer {name} has a {type(spec).__name__}, whose state cannot be restored yet"
+                )
+        if getattr(group, "is_eagle_group", False):
+            raise Unsupported("speculative decoding with a draft model's own KV is not supported yet")
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise Unsupported("pipeline parallelism is not supported yet")
+    if getattr(config.parallel_config, "decode_context_parallel_size", 1) > 1:
+        raise Unsupported("decode context parallelism is not supported yet")
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise Unsupported("calculate_kv_scales makes KV that depends on what the engine saw before")
+
+
+def hash_block_tokens(kv_cache_config: KVCacheConfig) -> int:
+    known = getattr(kv_cache_config, "hash_block_size", None)
+    if known:
+        return int(known)
+    return math.gcd(*(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups))
+
+
+def group_layers(kv_cache_config: KVCacheConfig) -> list[list[str]]:
+    """Layer names by group, in the order in which objects hold them."""
+    return [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
+
+
+def _group(group: Any) -> Group:
+    specs = _layer_specs(group)
+    first = next(iter(specs.values()))
+    sliding = type(first) is SlidingWindowSpec
+    return Group(
+        block_tokens=group.kv_cache_spec.block_size,
+        layers=tuple(Layer(name, specs[name].page_size_bytes) for name in group.layer_names),
+        kind="sliding" if sliding else "mla" if type(first) is MLAAttentionSpec else "full",
+        window_tokens=first.sliding_window + first.extra_retained_tokens if sliding else None,
+    )
+
+
+def _layer_specs(group: Any) -> dict[str, KVCacheSpec]:
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return dict(spec.kv_cache_specs)
+    return dict.fromkeys(group.layer_names, spec)
+
+
+def _draft_model(config: VllmConfig) -> str:
+    speculative = config.speculative_config
+    return f"{speculative.method} {speculative.model}" if speculative is not None else ""
+
+
+def _digest(hf_config: Any) -> str:
+    """The model's own configuration, overrides and rope settings included."""
+    text = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,65 @@
+"""What the two sides of the connector tell each other, inside vLLM's own metadata.
+
+Places and block ids, never token ids. Scheduler to workers: load and store jobs. Workers to scheduler: which
+stores are over.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvcellar.identity import ChunkKey
+
+
+@dataclass
+class GroupCopy:
+    """The part of a job in one group: row i is one chunk's slot and blocks (SKIP where nothing is copied)."""
+
+    group: int
+    places: npt.NDArray[np.uint32]
+    blocks: npt.NDArray[np.int64]
+    chunks: list[int]  # of the lease, one per row
+    keys: list[ChunkKey]
+
+
+@dataclass
+class Job:
+    id: int
+    request_id: str
+    lease: int
+    first: int  # chunks of the lease that this job answers for
+    stop: int
+    copies: list[GroupCopy]
+
+
+@dataclass
+class CellarMetadata(KVConnectorMetadata):
+    namespace: bytes = b""  # encoded; empty while the scheduler has none
+    loads: list[Job] = field(default_factory=list)
+    stores: list[Job] = field(default_factory=list)
+
+
+@dataclass
+class StoresDone(KVConnectorWorkerMetadata):
+    """How many ranks are done with each store, whether it went well or not."""
+
+    jobs: Counter[int] = field(default_factory=Counter)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, StoresDone)
+        return StoresDone(self.jobs + other.jobs)
+
+
+@dataclass
+class TensorLayout(KVConnectorHandshakeMetadata):
+    """How a worker's KV tensors lie in memory: by layer, what one block is made of."""
+
+    layers: dict[str, str]
+    problem: str = ""  # why this worker cannot take part

