@@ -155,7 +155,7 @@ class Arena:
                 rack = Rack.adopt(spec, table)
             except (OSError, BadRequest, Corrupt) as error:
                 self._refuse(error)
-                path.unlink()
+                _remove(path)
                 continue
             self.used += spec.file_bytes
             self.racks[_key(spec)] = rack
@@ -194,16 +194,20 @@ def _slot_bytes(namespace: Namespace, group: int) -> tuple[int, ...]:
     )
 
 
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def _remove_strays(folder: Path) -> None:
     """Slabs without a table: their rack was never finished, or refused."""
     tables = {path.stem for path in folder.glob("*.table")}
     for path in folder.iterdir():
-        if (
-            path.name != "namespace"
-            and path.suffix != ".table"
-            and path.stem.rpartition("-")[0] not in tables
-        ):
-            path.unlink()
+        belongs = path.suffix == ".table" or path.stem.rpartition("-")[0] in tables
+        if path.name != "namespace" and not belongs:
+            _remove(path)
     if not tables:
         shutil.rmtree(folder)
 
@@ -215,7 +219,7 @@ def _lock_folder(folder: Path) -> int:
         status = folder.lstat()
         if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise StartupError(
-                f"{folder} must be a folder of uid {os.geteuid()}, mode 0700; remove it or choose another --folder"
+                f"{folder} must be a folder of uid {os.geteuid()}, mode 0700; remove it, or choose --folder"
             )
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -228,8 +232,14 @@ def _lock_folder(folder: Path) -> int:
         raise StartupError(
             f"another server (pid {owner}) is using {folder}; stop it, or start this one with another --name"
         ) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except OSError as error:
+        os.close(fd)
+        raise StartupError(
+            f"cannot use {folder}: {error.strerror}; free some of it, or choose another --folder"
+        ) from None
     return fd
 
 

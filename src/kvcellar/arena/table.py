@@ -19,6 +19,7 @@ import numpy as np
 
 from kvcellar.errors import Corrupt
 from kvcellar.identity import ChunkKey, NamespaceId
+from kvcellar.slab import PAGE
 
 FREE, WRITING, READY = 0, 1, 2
 
@@ -104,6 +105,12 @@ class StripeTable:
     def free(self, slot: int) -> None:
         self._memory[_HEADER_BYTES + slot * _ENTRY_BYTES] = FREE
 
+    def withdraw(self, slot: int) -> None:
+        """As if it were being written: a successor will not find it, and not reuse it while somebody may read
+        it.
+        """
+        self._memory[_HEADER_BYTES + slot * _ENTRY_BYTES] = WRITING
+
     def state(self, slot: int) -> int:
         return self._memory[_HEADER_BYTES + slot * _ENTRY_BYTES]
 
@@ -127,4 +134,5 @@ class StripeTable:
 
 
 def table_bytes(slots: int) -> int:
-    return _HEADER_BYTES + slots * _ENTRY_BYTES
+    """Whole pages: that is what the file takes, and what the limit counts."""
+    return -(-(_HEADER_BYTES + slots * _ENTRY_BYTES) // PAGE) * PAGE

@@ -2,13 +2,11 @@
 
 An object is 32 layers of 8 blocks, 256 fragments: 4 KiB each for 1 MiB. The working set is larger than the
 caches, checksums are on, and a load goes to other blocks than the store came from. Rounds of ours and of
-memcpy take turns and medians are compared, so that noise hits both. Each byte counts once, 10**9 of them are
-a GB.
+memcpy take turns and medians are compared, so that noise hits both. Each byte counts once; a GB is 10**9.
 """
 
 import mmap
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -16,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from rich.table import Table
 
+from kvcellar.bench.machine import machine
 from kvcellar.errors import BadRequest, Corrupt, Unavailable
 from kvcellar.identity import (
     BlockHash,
@@ -35,8 +33,8 @@ from kvcellar.identity import (
     layout_of,
     make_plan,
 )
-from kvcellar.slab import Bytes, Slab, SlabShape
-from kvcellar.transfer import HostTransfer, Place
+from kvcellar.slab import Bytes, Place, Slab, SlabShape
+from kvcellar.transfer import HostTransfer
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -51,6 +49,11 @@ ROUNDS, QUICK_ROUNDS = 5, 3
 BlockOrder = Literal["runs", "random"]
 
 
+class _Slot(NamedTuple):
+    payload: Bytes
+    header: np.void
+
+
 class _Setup(NamedTuple):
     """A slab full of objects of one size, and as much engine memory, cut into their blocks."""
 
@@ -63,8 +66,8 @@ class _Setup(NamedTuple):
     loads: CopyPlan
     keys: list[ChunkKey]
 
-    def place(self, _group: int, stripe: int) -> Place:
-        return Place(self.slab.slot(stripe), self.slab.headers[stripe : stripe + 1])
+    def slot(self, _group: int, place: Place) -> _Slot:
+        return _Slot(self.slab.slot(place), self.slab.headers[place])
 
 
 class _Round(NamedTuple):
@@ -82,22 +85,22 @@ def run_copy(
     block_order: BlockOrder = "runs",
     quick: bool = False,
 ) -> dict[str, Any]:
-    """Measure every object size with every number of threads: 20 s; quick, with fewer sizes and rounds: 2 s."""
+    """Measure every object size with every number of threads: 20 s; quick, with fewer of both: 3 s."""
     sizes = sizes or (QUICK_SIZES if quick else SIZES)
     rounds = QUICK_ROUNDS if quick else ROUNDS
+    where = machine() | {"numpy": version("numpy"), "xxhash": version("xxhash")}
     engine = _engine_memory()
     rows = []
     for size in sizes:
         with _set_up(size, engine, block_order) as setup:
             rows += [_measure(setup, count, rounds) for count in threads]
-    return {"machine": _machine(), "geometry": _geometry(block_order), "rows": rows}
+    return {"machine": where, "geometry": _geometry(block_order), "rows": rows}
 
 
 def copy_table(result: dict[str, Any]) -> Table:
-    machine, geometry = result["machine"], result["geometry"]
     table = Table(
-        title=f"Host copies with checksum, GB/s: {machine['cpu']}, {machine['cores']} cores",
-        caption=f"{geometry['layers']} layers of {geometry['blocks_per_chunk']} blocks, {geometry['block_order']}",
+        title="Host copies with checksum, GB/s: {cpu}, {cores} cores".format(**result["machine"]),
+        caption="{layers} layers of {blocks_per_chunk} blocks, {block_order}".format(**result["geometry"]),
     )
     for name in ("object", "fragment", "threads", "store", "load", "memcpy", "store/memcpy", "load/memcpy"):
         table.add_column(name, justify="right")
@@ -171,8 +174,8 @@ def _measure(setup: _Setup, threads: int, rounds: int) -> dict[str, Any]:
 def _round(setup: _Setup, transfer: HostTransfer, pool: ThreadPoolExecutor, threads: int) -> _Round:
     failed: list[int] = []
     there = _rate(lambda: _memcpy(pool, threads, setup.slots, setup.engine))
-    store = _rate(lambda: transfer.store(setup.stores, setup.keys, setup.place))
-    load = _rate(lambda: failed.extend(transfer.load(setup.loads, setup.keys, setup.place)))
+    store = _rate(lambda: transfer.store(setup.stores, setup.keys, setup.slot))
+    load = _rate(lambda: failed.extend(transfer.load(setup.loads, setup.keys, setup.slot)))
     back = _rate(lambda: _memcpy(pool, threads, setup.engine, setup.slots))
     if failed:
         raise Corrupt(f"{len(failed)} of {len(setup.keys)} objects came back wrong")
@@ -206,6 +209,7 @@ def _namespace(fragment_bytes: int) -> Namespace:
         model="copy",
         weights="none",
         kv_dtype="uint8",
+        kv_layout="none",
         groups=(Group(BLOCK_TOKENS, layers),),
         parallel=ParallelStrategy(),
         chunk_tokens=BLOCK_TOKENS * BLOCKS_PER_CHUNK,
@@ -221,19 +225,6 @@ def _geometry(order: BlockOrder) -> dict[str, Any]:
         "block_tokens": BLOCK_TOKENS,
         "block_order": order,
         "working_set_bytes": WORKING_SET,
-    }
-
-
-def _machine() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "numpy": version("numpy"),
-        "xxhash": version("xxhash"),
     }
 
 

@@ -27,19 +27,15 @@ def status_view(report: StatusReport) -> Group:
 
 
 def _headline(report: StatusReport) -> str:
-    state = (
-        "draining"
-        if report.draining
-        else "waiting for engines of an earlier server"
-        if report.in_grace
-        else "serving"
-    )
+    waiting = "waiting for engines of an earlier server" if report.in_grace else "serving"
+    state = "draining" if report.draining else waiting
     share = report.memory_used / report.memory_limit
     troubles = ", ".join(
         f"{count} {name}" for name, count in report.counts.items() if count and name != "stale"
     )
+    since = _duration(report.uptime_s)
     return (
-        f"kvcellar {report.version}, pid {report.pid}, {state} on {report.socket} for {_duration(report.uptime_s)}\n"
+        f"kvcellar {report.version}, pid {report.pid}, {state} for {since} on {report.socket}\n"
         f"memory {_size(report.memory_used)} of {_size(report.memory_limit)} ({share:.0%})"
         + (f"; {troubles}" if troubles else "")
     )

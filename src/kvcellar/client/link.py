@@ -6,6 +6,8 @@ of no more use. Knows nothing of leases.
 """
 
 import itertools
+import math
+import select
 import socket
 import time
 from pathlib import Path
@@ -23,6 +25,8 @@ class Link:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.epoch = 0
+        self.newest_lease = 0
+        self._poll = select.poll()
         self._reader: FrameReader[m.FromServer] = client_reader()
         self._backlog: list[m.FromServer] = []  # arrived beside what a `call` waited for
 
@@ -35,10 +39,13 @@ class Link:
             sock.settimeout(timeout)
             sock.connect(str(path))
             sock.sendall(CONTROL + encode(hello))
+            # From here on poll() does the waiting: settimeout() would cost a system call at every change.
+            sock.setblocking(False)
+            link._poll.register(sock, select.POLLIN)
             answer = link.receive_one(deadline)
             if not isinstance(answer, m.Welcome):
                 raise Disconnected(f"{path} does not answer as a kvcellar server")
-            link.epoch = answer.epoch
+            link.epoch, link.newest_lease = answer.epoch, answer.newest_lease
         except OSError as error:
             link.close()
             raise Disconnected(f"no server on {path}: {error.strerror or error}") from None
@@ -55,12 +62,27 @@ class Link:
         request_id = next(_ids)
         frame = encode(m.Request(request_id, max(1, int(timeout * 1000)), ops))
         try:
-            self.sock.settimeout(timeout)
-            self.sock.sendall(frame)
+            sent = self._send_some(frame)
+            if sent < len(frame):
+                self._send_rest(memoryview(frame)[sent:], timeout)
         except OSError as error:
             # The frame may be out in part: nothing sensible can follow it.
             raise Disconnected(f"the server went away: {error}") from None
         return request_id
+
+    def _send_some(self, frame: bytes) -> int:
+        try:
+            return self.sock.send(frame)
+        except BlockingIOError:
+            return 0
+
+    def _send_rest(self, rest: memoryview, timeout: float) -> None:
+        """The socket's buffer is full: wait for the server to read, but not forever."""
+        self.sock.settimeout(timeout)
+        try:
+            self.sock.sendall(rest)
+        finally:
+            self.sock.setblocking(False)
 
     def receive(self, deadline: float) -> list[m.FromServer]:
         """Whatever has arrived, waiting until the deadline for the first message. Empty if there is none by
@@ -114,11 +136,10 @@ class Link:
         return messages
 
     def _read(self, timeout: float) -> bool:
-        try:
-            self.sock.settimeout(timeout)
-            data = self.sock.recv(_RECEIVE)
-        except (TimeoutError, BlockingIOError):
+        if not self._poll.poll(math.ceil(timeout * 1000)):
             return False
+        try:
+            data = self.sock.recv(_RECEIVE)
         except OSError as error:
             raise Disconnected(f"the server went away: {error}") from None
         if not data:

@@ -3,7 +3,8 @@
 A lookup is one round trip in the caller's thread, bounded by its timeout. Everything else is queued and
 leaves in one message at `flush`; what was reserved arrives at a later `collect`. Nothing here ever waits for
 a server that is away: without one, or with one that fell silent, a lookup is a miss and a flush drops what it
-has. A thread reconnects in the background.
+asks for; what it gives back is kept for when the same server is there again. A thread watches the connection
+and reconnects in the background, also while nobody asks.
 
 Used by one thread. Leases given to ranks are theirs: this side may release or abort only what it has told no
 rank.
@@ -11,6 +12,8 @@ rank.
 
 import contextlib
 import logging
+import select
+import socket
 import threading
 import time
 from collections.abc import Hashable, Sequence
@@ -23,8 +26,9 @@ import numpy.typing as npt
 
 from kvcellar.client.backoff import keep_trying
 from kvcellar.client.link import Link
-from kvcellar.errors import CellarError, Disconnected, Unavailable
-from kvcellar.identity import ChunkKey, Namespace
+from kvcellar.errors import BadRequest, CellarError, Disconnected, Unavailable
+from kvcellar.identity import KEY_BYTES, ChunkKey, Namespace
+from kvcellar.ledger import LEASE_BITS
 from kvcellar.wire import messages as m
 
 log = logging.getLogger(__name__)
@@ -34,11 +38,12 @@ log = logging.getLogger(__name__)
 _MAX_KNOWN = 1 << 16
 _CONNECT_S = 2.0
 _FLUSH_S = 0.2
+_WATCH_MS = 500  # only matters if the connection is closed in the moment in which it starts to be watched
 
 
 class Grant(NamedTuple):
-    """The answer to a lookup or a reserve. `places[group][chunk]`, NO_PLACE where there is nothing to read or
-    write.
+    """The answer to a lookup or a reserve: `places` by group (of those asked for) and chunk, NO_PLACE where
+    there is nothing to read or write.
     """
 
     lease: int
@@ -64,16 +69,16 @@ class SchedulerClient:
         self.path = path
         self.namespace = namespace
         self._hello = m.Hello(m.PROTOCOL_VERSION, "scheduler", session, label=label)
-        self._link: Link | None = None
+        self._link: Link | None = None  # as the thread that reconnects has it
+        self._used: Link | None = None  # the one that the caller's thread asked last
         self._epoch = 0
         self._known: dict[int, None] = {}  # leases, oldest first
         self._queue: list[tuple[m.Operation, Hashable]] = []
-        self._sent: dict[int, list[Hashable]] = {}  # request id -> tags of its operations
+        self._sent: dict[int, Sequence[tuple[m.Operation, Hashable]]] = {}  # by request id
         self._granted: list[tuple[Hashable, Grant]] = []
         self._silent = False  # the last lookup got no answer: do not wait for another before something comes
         self._lock = threading.Lock()  # guards _link and _known against the thread that reconnects
-        self._broken, self._stopped = threading.Event(), threading.Event()
-        self._broken.set()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep_connected, name="kvcellar-scheduler", daemon=True)
         self._thread.start()
 
@@ -83,13 +88,15 @@ class SchedulerClient:
         """What is here of these chunks, pinned for every rank. A miss, with a reason, whenever it is not
         sure.
         """
+        if not keys:
+            return _miss("")  # a prompt shorter than a chunk; the protocol has no empty lookup
         deadline = time.monotonic() + timeout
         tag = _Lookup()
         try:
             link = self._current_link()
             if self._silent and not self._receive(link, 0.0):
                 return _miss("silent")
-            self._send(link, ((m.Lookup(self.namespace.id, b"".join(keys)), tag),), timeout)
+            self._send(link, ((m.Lookup(self.namespace.id, _packed(keys)), tag),), timeout)
             while tag.grant is None:
                 if not self._receive(link, deadline):
                     tag.abandoned = self._silent = True
@@ -106,8 +113,11 @@ class SchedulerClient:
         groups: Sequence[int] | None = None,
     ) -> None:
         """Ask, at the next flush, for places to write these chunks; `collect` will say (tag, grant)."""
+        if not keys:
+            self._granted.append((tag, _miss("")))
+            return
         chosen = tuple(groups) if groups is not None else None
-        self._queue.append((m.Reserve(self.namespace.id, b"".join(keys), parent, chosen), tag))
+        self._queue.append((m.Reserve(self.namespace.id, _packed(keys), parent, chosen), tag))
 
     def release(self, lease: int, first: int, stop: int) -> None:
         """No rank was told of these chunks, and none will be."""
@@ -134,11 +144,11 @@ class SchedulerClient:
                 self._queue = [(op, tag) for op, tag in self._queue if not isinstance(op, m.Reserve)]
                 self._granted += [(tag, _miss("silent")) for tag in asking]
                 return
-            queue, self._queue = self._queue, []
-            for at in range(0, len(queue), m.MAX_OPS):
-                self._send(link, queue[at : at + m.MAX_OPS], _FLUSH_S)
+            while self._queue:
+                batch, self._queue = self._queue[: m.MAX_OPS], self._queue[m.MAX_OPS :]
+                self._send(link, batch, _FLUSH_S)
         except Unavailable:
-            pass  # _drop has answered for everything that was queued or sent
+            pass  # _give_up has answered for everything that was queued or sent
 
     def collect(self, timeout: float = 0.0) -> list[tuple[Hashable, Grant]]:
         """Reservations answered since the last call; with a timeout, wait for the first."""
@@ -166,21 +176,31 @@ class SchedulerClient:
     def close(self) -> None:
         """Leave for good: everything this side still held is given back."""
         self._stopped.set()
-        self._broken.set()
+        self._leave()
         self._thread.join(2 * _CONNECT_S)
+        self._leave()  # it may just have connected once more
+        if self._used is not None:
+            self._used.close()  # the server hung up, and nobody has asked since
+
+    def _leave(self) -> None:
         with self._lock:
             link, self._link = self._link, None
         if link is not None:
             with contextlib.suppress(CellarError):
                 link.call(m.Leave(), _FLUSH_S)
-            link.close()
+            _hang_up(link)
 
     # -- the connection ---------------------------------------------------------------------------------
 
     def _current_link(self) -> Link:
         link = self._link
+        if link is not self._used:  # lost, and perhaps found again, behind our back
+            if self._used is not None:
+                self._used.close()
+            self._used = link
+            self._give_up(queued=False)
         if link is None:
-            self._fail_all("disconnected")
+            self._give_up(queued=True)
             raise Disconnected("no server")
         return link
 
@@ -188,10 +208,10 @@ class SchedulerClient:
         try:
             request_id = link.send(tuple(op for op, _ in ops), timeout)
         except Unavailable:
-            self._granted += [(tag, _miss("disconnected")) for op, tag in ops if isinstance(op, m.Reserve)]
+            self._sent[0] = ops  # no request has this id
             self._drop(link)
             raise
-        self._sent[request_id] = [tag for _, tag in ops]
+        self._sent[request_id] = ops
 
     def _receive(self, link: Link, deadline: float) -> bool:
         """Take in what has arrived; False if nothing did by the deadline."""
@@ -204,7 +224,8 @@ class SchedulerClient:
         for message in messages:
             self._silent = False
             if isinstance(message, m.Reply):
-                for tag, result in zip(self._sent.pop(message.id, ()), message.results, strict=False):
+                asked = self._sent.pop(message.id, ())
+                for (_, tag), result in zip(asked, message.results, strict=False):
                     self._on_result(tag, result)
         return bool(messages)
 
@@ -231,23 +252,48 @@ class SchedulerClient:
         with self._lock:
             if self._link is link:
                 self._link = None
-        link.close()
-        self._fail_all("disconnected")
-        self._broken.set()
+        self._used = None
+        _hang_up(link)
+        self._give_up(queued=True)
 
-    def _fail_all(self, reason: str) -> None:
-        asked = [tag for _, tag in self._queue] + [tag for tags in self._sent.values() for tag in tags]
-        self._queue.clear()
+    def _give_up(self, *, queued: bool) -> None:
+        """What was sent, and what is queued too if so told, is a miss where it asked for something.
+
+        What gives back is said again, unless the server is another. Twice does no harm; not at all, and the
+        server would wait for it as long as this engine lives.
+        """
+        lost = [pair for ops in self._sent.values() for pair in ops]
+        kept = self._queue
+        if queued:
+            lost, kept = lost + kept, []
         self._sent.clear()
         self._silent = False
-        self._granted += [
-            (tag, _miss(reason)) for tag in asked if tag is not None and not isinstance(tag, _Lookup)
-        ]
+        self._granted += [(tag, _miss("disconnected")) for op, tag in lost if isinstance(op, m.Reserve)]
+        self._queue = [
+            (op, tag)
+            for op, tag in lost
+            if isinstance(op, m.Release | m.Abort) and op.lease >> LEASE_BITS == self._epoch
+        ] + kept
 
     def _keep_connected(self) -> None:
-        while self._broken.wait() and not self._stopped.is_set():
-            self._broken.clear()
-            keep_trying(self.path, self._connect, self._stopped)
+        while keep_trying(self.path, self._connect, self._stopped):
+            self._watch()
+
+    def _watch(self) -> None:
+        """Until the connection is over; whoever notices first, the server's end, the caller or `close`."""
+        link = self._link
+        if link is None:
+            return
+        with contextlib.suppress(ValueError):  # closed already
+            hang_up = select.poll()
+            hang_up.register(link.sock, select.POLLRDHUP)
+            while self._link is link and not hang_up.poll(_WATCH_MS):
+                pass
+        with self._lock:
+            if self._link is link:
+                self._link = None
+        if self._used is not link:
+            link.close()  # else it is the caller's thread that closes it
 
     def _connect(self) -> None:
         with self._lock:
@@ -263,6 +309,20 @@ class SchedulerClient:
                 self._epoch = link.epoch
                 self._known.clear()  # another server: it knows none of them
             self._link = link
+
+
+def _packed(keys: Sequence[ChunkKey]) -> bytes:
+    """As many as one operation may name: a prefix of a prefix is a prefix."""
+    packed = b"".join(keys[: m.MAX_KEYS])
+    if len(packed) != KEY_BYTES * len(keys[: m.MAX_KEYS]):
+        raise BadRequest(f"a chunk key has {KEY_BYTES} bytes")
+    return packed
+
+
+def _hang_up(link: Link) -> None:
+    with contextlib.suppress(OSError):
+        link.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that watches it
+    link.close()
 
 
 def _grant(result: m.Result) -> Grant:

@@ -35,15 +35,20 @@ _MAP_S = 2.0
 
 Slots = Callable[[int, Place], Slot]
 
+_OfLease = m.Release | m.Commit | m.Abort | m.Condemn
+
 
 class WorkerClient:
-    def __init__(self, path: Path, session: str, rank: int, namespace: Namespace, label: str = "") -> None:
+    def __init__(
+        self, path: Path, session: str, rank: int, namespace: Namespace | None = None, label: str = ""
+    ) -> None:
         self.path = path
-        self.namespace = namespace
+        self.namespace = namespace  # may come later, see `register`
         self.rank = rank
         self._session = session
         self._label = label
         self._epoch = 0  # of the server we are attached to; 0 while there is none
+        self._void = 0  # leases up to this one were granted before we attached: we have no share in them
         self._slabs = SlabMap()
         self._queue: list[m.Operation] = []
         self._outstanding = 0  # operations queued or sent and not yet answered
@@ -62,8 +67,8 @@ class WorkerClient:
         is gone.
         """
         with self._state:
-            if lease >> LEASE_BITS != self._epoch:
-                raise Disconnected("the server that granted this lease is gone")
+            if not self._is_valid(lease):
+                raise Disconnected("this lease was granted by another server, or on an earlier connection")
             self._copies += 1
             slabs = self._slabs
         try:
@@ -72,6 +77,17 @@ class WorkerClient:
             with self._state:
                 self._copies -= 1
                 self._state.notify_all()
+
+    def register(self, namespace: Namespace) -> None:
+        """Work with this namespace from now on. An engine that learns its identity late attaches early, so
+        that it has its share in the first lease, and registers when it knows.
+        """
+        with self._state:
+            self.namespace = namespace
+            if self._epoch:
+                self._queue.append(m.Register(namespace))
+                self._outstanding += 1
+        self._wake()
 
     def release(self, lease: int, first: int, stop: int) -> None:
         """These chunks have been read."""
@@ -107,18 +123,27 @@ class WorkerClient:
 
     def close(self) -> None:
         """Leave for good. No copy may be under way."""
+        if self._stopped.is_set():
+            return
         self._stopped.set()
         self._wake()
         self._thread.join(_CONNECT_S + _SEND_S)
-        os.close(self._wake_write)
+        if not self._thread.is_alive():
+            os.close(self._wake_read)
+            os.close(self._wake_write)
 
     def _post(self, lease: int, op: m.Operation) -> None:
         with self._state:
-            if lease >> LEASE_BITS != self._epoch:
+            if self._epoch and not self._is_valid(lease):
                 return  # nobody is left to be told
+            # While attaching, it may be of the server to come, who then has to be told; `_connect` sorts it
+            # out.
             self._queue.append(op)
-            self._outstanding += 1
+            self._outstanding += self._epoch != 0
         self._wake()
+
+    def _is_valid(self, lease: int) -> bool:
+        return lease >> LEASE_BITS == self._epoch and lease > self._void
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
@@ -138,7 +163,6 @@ class WorkerClient:
                 log.debug("connection lost: %s", error)
             finally:
                 self._detach(link)
-        os.close(self._wake_read)
 
     def _connect(self) -> Link:
         with self._state:
@@ -146,24 +170,36 @@ class WorkerClient:
             self._state.wait_for(lambda: not self._copies or self._stopped.is_set())
         hello = m.Hello(m.PROTOCOL_VERSION, "worker", self._session, self.rank, self._label)
         link = Link.open(self.path, hello, _CONNECT_S)
+        namespace = self.namespace
         try:
-            answer = link.call(m.Register(self.namespace), _CONNECT_S)
-            assert isinstance(answer, m.Registered)
-            for group, rack in answer.racks:
-                self._map(group, rack)
+            if namespace is not None:
+                answer = link.call(m.Register(namespace), _CONNECT_S)
+                assert isinstance(answer, m.Registered)
+                self._map_all(answer)
         except CellarError:
             link.close()
             self._slabs.clear()
             raise
         with self._state:
-            self._epoch = link.epoch
+            self._epoch, self._void = link.epoch, link.newest_lease
+            self._queue = [op for op in self._queue if isinstance(op, _OfLease) and self._is_valid(op.lease)]
+            self._outstanding = len(self._queue)
+            self._wake()
+            if self.namespace is not namespace and self.namespace is not None:  # named in this very moment
+                self._queue.append(m.Register(self.namespace))
+                self._outstanding += 1
+                self._wake()
             self._state.notify_all()
         return link
 
     def _serve(self, link: Link) -> None:
         """Wait for something to do, and do it."""
         if not link.has_backlog:
-            select.select([link.sock.fileno(), self._wake_read], [], [])
+            # Not select(): engines have more than 1024 files open.
+            waiting = select.poll()
+            waiting.register(link.sock, select.POLLIN)
+            waiting.register(self._wake_read, select.POLLIN)
+            waiting.poll()
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
         with self._state:
@@ -176,22 +212,31 @@ class WorkerClient:
     def _on_message(self, link: Link, message: m.FromServer) -> None:
         if isinstance(message, m.RackAdded):
             with contextlib.suppress(Rejected):  # gone again already
-                self._map(message.group, message.rack)
+                self._map(message.namespace, message.group, message.rack)
         elif isinstance(message, m.RackLeaving):
             self._slabs.drop(message.group, message.rack)
+            with self._state:
+                self._outstanding += 1  # it is answered like everything else
             link.send((m.Unmapped(message.namespace, message.group, message.rack),), _SEND_S)
         elif isinstance(message, m.Reply):
             for result in message.results:
                 if isinstance(result, m.Failure):
                     log.warning("the server refused: %s", result.message)
+                elif isinstance(result, m.Registered):
+                    self._map_all(result)
             with self._state:
                 self._outstanding = max(0, self._outstanding - len(message.results))
                 self._state.notify_all()
 
-    def _map(self, group: int, rack: int) -> None:
-        if (group, rack) not in self._slabs:
-            slab = fetch_slab(self.path, self._session, self.rank, self.namespace.id, group, rack)
-            self._slabs.add(group, rack, slab)
+    def _map_all(self, registered: m.Registered) -> None:
+        for group, rack in registered.racks:
+            self._map(registered.namespace, group, rack)
+
+    def _map(self, namespace: bytes, group: int, rack: int) -> None:
+        if self.namespace is None or namespace != self.namespace.id or (group, rack) in self._slabs:
+            return  # not, or not yet, ours: registering will name all that there are
+        slab = fetch_slab(self.path, self._session, self.rank, self.namespace.id, group, rack)
+        self._slabs.add(group, rack, slab)
 
     def _detach(self, link: Link) -> None:
         link.close()

@@ -1,5 +1,6 @@
 """The ledger: index, leases and eviction. Synchronous, in memory; its only I/O is the tables it is given."""
 
+from kvcellar.ledger.audit import audit
 from kvcellar.ledger.lease import Lease, LeaseId
 from kvcellar.ledger.ledger import EPOCH_BITS, LEASE_BITS, NO_LEASE, Granted, Ledger
 from kvcellar.ledger.room import Room
@@ -21,4 +22,5 @@ __all__ = [
     "Shelf",
     "Stripe",
     "Table",
+    "audit",
 ]

@@ -13,7 +13,7 @@ Knows nothing of how stripes are pinned, published or freed: `settle` says which
 from collections.abc import Iterable, Iterator
 from functools import reduce
 from operator import or_
-from typing import NewType
+from typing import NewType, cast
 
 from kvcellar.errors import BadRequest, WrongOwner
 from kvcellar.ledger.room import Room
@@ -74,7 +74,7 @@ class Lease:
             raise WrongOwner(f"rank {intruders[0]} has no share in {self}")
         return reduce(or_, (self.left[rank] for rank in chosen), 0)
 
-    def settle(self, ranks: Iterable[int], mask: int, *, abort: bool) -> list[int]:
+    def settle(self, ranks: Iterable[int], mask: int, *, abort: bool) -> int:
         """These ranks are done with these bits. Returns the bits that nobody answers for any more."""
         gone = 0
         for rank in ranks:
@@ -82,7 +82,15 @@ class Lease:
             self.left[rank] &= ~mask
         if abort:
             self.aborted |= gone
-        return list(bits(gone & ~self.held()))
+        return gone & ~self.held()
+
+    def pick(self, mask: int, position: int) -> list[Stripe]:
+        """The stripes of these bits in one group, later chunks first."""
+        every = (1 << self.chunks) - 1
+        run = mask >> position * self.chunks & every
+        row = self.stripes[position * self.chunks : (position + 1) * self.chunks]
+        chosen = row if run == every else [row[chunk] for chunk in bits(run)]
+        return cast(list[Stripe], chosen[::-1])
 
     @property
     def is_over(self) -> bool:

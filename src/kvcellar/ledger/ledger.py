@@ -1,6 +1,6 @@
 """The ledger: who may read and write what, decided at once and in memory.
 
-Every method is synchronous, never waits, and leaves all books balanced (`check`). Reads and writes of engine
+Every method is synchronous, never waits, and leaves all books balanced (`audit`). Reads and writes of engine
 memory happen elsewhere and later; an engine acts on a decision only while it holds the lease. The rules:
 
 * A stripe is found only when all its writers committed it. One abort, by any writer, aborts it for all.
@@ -21,7 +21,7 @@ from kvcellar.identity import (
     fold_windows,
     needed_chunks,
 )
-from kvcellar.ledger.lease import Lease, LeaseId, bits
+from kvcellar.ledger.lease import Lease, LeaseId
 from kvcellar.ledger.room import Room
 from kvcellar.ledger.session import SCHEDULER, Session
 from kvcellar.ledger.shelf import Shelf
@@ -85,7 +85,8 @@ class Ledger:
             self._drop_shares(session, absent)
         if not session.members:
             assert not session.leases
-            self.sessions.pop(session.name, None)
+            if self.sessions.get(session.name) is session:  # not another of the same name, come since
+                del self.sessions[session.name]
 
     def register(self, session: Session, namespace: Namespace) -> Room:
         room = self.open_room(namespace)
@@ -96,19 +97,17 @@ class Ledger:
         room = self.rooms.get(namespace.id)
         if room is None:
             room = self.rooms[namespace.id] = Room(namespace)
-            room.let_evict(not self.in_grace)
+            room.set_guarded(self.in_grace)
         return room
 
     def set_grace(self, in_grace: bool) -> None:
         """After a restart engines may still read what an earlier server granted, and write what it reserved.
 
-        Until grace ends nothing is evicted, and places in limbo are not given out.
+        Until grace ends nothing is evicted, and no place that somebody may still use is given out.
         """
         self.in_grace = in_grace
         for room in self.rooms.values():
-            room.let_evict(not in_grace and not room.pinned)
-            for shelf in room.shelves if not in_grace else ():
-                shelf.leave_limbo()
+            room.set_guarded(in_grace)
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -119,7 +118,7 @@ class Ledger:
             return Granted(NO_LEASE, 0, [], "unknown_namespace")
         fits = min(len(keys), max(0, self.hold_limit - session.held_bytes) // room.chunk_bytes)
         rows = [
-            self._ready_row(shelf, keys[:fits], window)
+            shelf.find_run(keys[:fits], gaps=window is not None)
             for shelf, window in zip(room.shelves, room.windows, strict=True)
         ]
         chunks = min(map(len, rows))
@@ -133,26 +132,11 @@ class Ledger:
             row[:] = [None] * first + row[first:chunks]
         return self._pin(session, room, chunks, rows, "hold_limit" if chunks == fits < len(keys) else "")
 
-    def _ready_row(self, shelf: Shelf, keys: Sequence[ChunkKey], window: int | None) -> list[Stripe | None]:
-        row: list[Stripe | None] = []
-        for key in keys:
-            stripe = shelf.get(key)
-            if stripe is None or not stripe.ready:
-                if window is None:
-                    break  # a full group has no use for what comes after a gap
-                stripe = None
-            row.append(stripe)
-        return row
-
     def _pin(
         self, session: Session, room: Room, chunks: int, rows: list[list[Stripe | None]], reason: str
     ) -> Granted:
         for shelf, row in zip(room.shelves, rows, strict=True):
-            held = [stripe for stripe in row if stripe is not None]
-            for stripe in held:
-                stripe.pins += 1
-            shelf.touch(held)
-            session.held_bytes += shelf.stripe_bytes * len(held)
+            session.held_bytes += shelf.stripe_bytes * shelf.pin(row)
         lease_id = self._open(session, room, tuple(range(len(rows))), chunks, rows, writing=False)
         return Granted(lease_id, chunks, _places(rows), reason)
 
@@ -185,7 +169,8 @@ class Ledger:
         for key in keys:
             column = self._take(session, shelves, key, parent, temporary)
             if column is None:
-                reason = "no_room"
+                held = session.held_bytes + sum(shelf.stripe_bytes for shelf in shelves)
+                reason = "hold_limit" if held > self.hold_limit else "no_room"
                 break
             for row, stripe in zip(rows, column, strict=True):
                 row.append(stripe)
@@ -245,7 +230,7 @@ class Ledger:
         assert stripe is not None
         if not stripe.indexed:
             return 0
-        self._shelf_of(lease, bit).hide(stripe, "corrupt")
+        lease.room.shelves[group].hide(stripe, "corrupt")
         self.counts["corrupt"] += 1
         return 1
 
@@ -264,28 +249,7 @@ class Ledger:
         room = self.rooms.get(namespace_id)
         if room is None:
             raise UnknownNamespace(namespace_id.hex())
-        room.pinned = pinned
-        room.let_evict(not pinned and not self.in_grace)
-
-    def check(self) -> None:
-        """The books balance: for tests, and for an idle server that was asked to be careful."""
-        pins: Counter[int] = Counter()
-        for session in self.sessions.values():
-            held = 0
-            for lease in session.leases.values():
-                assert not lease.is_over, "a lease that nobody holds was kept"
-                for bit in bits(lease.held()):
-                    stripe = lease.stripes[bit]
-                    assert stripe is not None
-                    assert stripe.ready != lease.writing, (
-                        "a reader of what is being written, or a writer of what is read"
-                    )
-                    held += self._shelf_of(lease, bit).stripe_bytes
-                    pins[id(stripe)] += not lease.writing
-            assert held == session.held_bytes, f"{session} holds {held}"
-        for room in self.rooms.values():
-            for shelf in room.shelves:
-                shelf.check(pins)
+        room.set_pinned(pinned)
 
     # -- leases ----------------------------------------------------------------------------------------------
 
@@ -347,26 +311,23 @@ class Ledger:
     def _settle(
         self, session: Session, lease: Lease, ranks: Iterable[int], mask: int, *, abort: bool
     ) -> None:
-        # From the last bit: the policy wants the later chunks of a prefix before the earlier ones.
-        for bit in reversed(lease.settle(ranks, mask, abort=abort)):
-            self._finish(session, lease, bit)
+        """These ranks are done with these bits; see to the stripes that nobody answers for any more."""
+        done = lease.settle(ranks, mask, abort=abort)
+        for position, group in enumerate(lease.groups):
+            shelf = lease.room.shelves[group]
+            good, bad = (
+                lease.pick(done & ~lease.aborted, position),
+                lease.pick(done & lease.aborted, position),
+            )
+            session.held_bytes -= shelf.stripe_bytes * (len(good) + len(bad))
+            if lease.writing:
+                session.counts["committed"] += shelf.publish(good)
+                for stripe in bad:
+                    shelf.remove(stripe, "aborted")
+            else:
+                shelf.unpin(good + bad)
         if lease.is_over:
             del session.leases[lease.id]
-
-    def _finish(self, session: Session, lease: Lease, bit: int) -> None:
-        """Nobody answers for this stripe of this lease any more."""
-        stripe, shelf = lease.stripes[bit], self._shelf_of(lease, bit)
-        assert stripe is not None
-        session.held_bytes -= shelf.stripe_bytes
-        if not lease.writing:
-            stripe.pins -= 1
-            if stripe.temporary and not stripe.pins:
-                shelf.remove(stripe, "temporary")
-        elif lease.aborted >> bit & 1 or not stripe.indexed:
-            shelf.remove(stripe, "aborted")
-        else:
-            shelf.publish(stripe)
-            session.counts["committed"] += 1
 
     def _drop_shares(self, session: Session, ranks: Iterable[int]) -> None:
         for lease in list(session.leases.values()):
@@ -377,9 +338,6 @@ class Ledger:
                 lease.mask(0, lease.chunks),
                 abort=True,
             )
-
-    def _shelf_of(self, lease: Lease, bit: int) -> Shelf:
-        return lease.room.shelves[lease.groups[bit // lease.chunks]]
 
 
 def _places(rows: list[list[Stripe | None]]) -> list[list[int]]:

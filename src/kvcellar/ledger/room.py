@@ -11,8 +11,16 @@ class Room:
         self.windows = [window_chunks(group, namespace.chunk_tokens) for group in namespace.groups]
         self.has_windows = any(window is not None for window in self.windows)
         self.chunk_bytes = sum(shelf.stripe_bytes for shelf in self.shelves)
-        self.pinned = False  # by an operator: nothing of it is evicted
 
-    def let_evict(self, allowed: bool) -> None:
+    @property
+    def pinned(self) -> bool:
+        """By an operator: nothing of it is evicted."""
+        return self.shelves[0].pinned
+
+    def set_pinned(self, pinned: bool) -> None:
         for shelf in self.shelves:
-            shelf.may_evict = allowed
+            shelf.pinned = pinned
+
+    def set_guarded(self, guarded: bool) -> None:
+        for shelf in self.shelves:
+            shelf.set_guarded(guarded)

@@ -1,16 +1,17 @@
 """Shelf: all stripes of one group of one namespace, found by chunk key.
 
-Owns the index, the free places and the order of eviction. Every stripe is in exactly one state:
+Owns the index, the free places and the order of eviction. Every place is in exactly one state:
 
-    free place --take--> writing --publish--> ready --remove--> free place
-                            `------remove----------------^
+    free --take--> writing --publish--> ready --evict, remove--> free
+                      `----remove---------------------------------^
+    hidden: out of the index, but somebody still reads or writes it; free when they are done
+    limbo: somebody may still use it on the word of an earlier server; free when grace ends
 
-and the stripe table of its rack always says the same, written before anybody is told. Knows nothing of leases
-or sessions; callers pin and unpin.
+and the stripe table of its rack says so before anybody is told. Knows nothing of leases or sessions.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvcellar.identity import ChunkKey
@@ -33,18 +34,23 @@ class Table(Protocol):
     def free(self, slot: int) -> None:
         """The slot holds nothing."""
 
+    def withdraw(self, slot: int) -> None:
+        """The slot holds nothing worth finding, but somebody may still be using it."""
+
 
 class Shelf:
     def __init__(self, stripe_bytes: int, policy: EvictionPolicy | None = None) -> None:
         self.stripe_bytes = stripe_bytes
         self.tables: dict[int, Table] = {}
         self.left_by: Counter[str] = Counter()  # every way a stripe can leave
+        self.pinned = False  # by an operator: evict nothing
         self._index: dict[ChunkKey, Stripe] = {}
+        self._children: dict[ChunkKey, int] = {}  # how many stripes name this key as their parent
         self._free: list[Place] = []
-        self._limbo: list[Place] = []  # adopted in the middle of a write: whoever wrote may still be writing
-        self._hidden = 0  # stripes that left the index while somebody still used them
+        self._limbo: list[Place] = []
+        self._hidden = 0
+        self._guarded = False  # engines of an earlier server may be about: evict nothing, reuse nothing
         self._policy = policy or SecondChance()
-        self.may_evict = True
 
     def __repr__(self) -> str:
         return f"<Shelf {len(self._index)} stripes, {len(self._free)} free of {self.slots}>"
@@ -60,41 +66,64 @@ class Shelf:
     def free_slots(self) -> int:
         return len(self._free)
 
-    def add_rack(self, number: int, table: Table) -> None:
-        assert number not in self.tables
-        self.tables[number] = table
-        # Popped from the end: low slots first, so that a young rack is touched page after page.
-        self._free.extend(place_of(number, slot) for slot in reversed(range(table.slots)))
+    # -- reading ----------------------------------------------------------------------------------------
 
     def get(self, key: ChunkKey) -> Stripe | None:
         return self._index.get(key)
 
-    def touch(self, stripes: list[Stripe]) -> None:
-        self._policy.touch(stripes)
+    def find_run(self, keys: Sequence[ChunkKey], *, gaps: bool) -> list[Stripe | None]:
+        """What is ready of these keys, up to the first gap; with `gaps`, all of it, None where nothing is."""
+        find = self._index.get
+        row: list[Stripe | None] = []
+        for key in keys:
+            stripe = find(key)
+            if stripe is None or not stripe.ready:
+                if not gaps:
+                    break
+                stripe = None
+            row.append(stripe)
+        return row
 
-    def take(self, key: ChunkKey, parent_key: ChunkKey | None, *, temporary: bool = False) -> Stripe | None:
-        """A place to write `key` in, if need be by eviction; None when there is no room. The key must not be
-        here.
-        """
+    def pin(self, row: Sequence[Stripe | None]) -> int:
+        """One more reader for these; returns how many they are."""
+        stripes = [stripe for stripe in row if stripe is not None]
+        for stripe in stripes:
+            stripe.pins += 1
+        self._policy.touch(stripes)
+        return len(stripes)
+
+    def unpin(self, stripes: Iterable[Stripe]) -> None:
+        for stripe in stripes:
+            stripe.pins -= 1
+            if stripe.temporary and not stripe.pins:
+                self.remove(stripe, "temporary")
+
+    # -- writing ----------------------------------------------------------------------------------------
+
+    def take(self, key: ChunkKey, parent: ChunkKey | None, *, temporary: bool = False) -> Stripe | None:
+        """A place to write `key` in, by eviction if need be; None without room. The key must not be here."""
         assert key not in self._index
-        # Before making room: the new stripe's parent must count as one, or it could be the one to go.
-        parent = self._index.get(parent_key) if parent_key is not None else None
-        if parent is not None:
-            parent.children += 1
+        self._add_child(parent)  # before making room, or the parent itself could be the one to go
         if not self._free and not self._evict_one():
-            if parent is not None:
-                parent.children -= 1
+            self._drop_child(parent)
             return None
         stripe = Stripe(key, self._free.pop(), parent, temporary=temporary)
-        self.tables[rack_of(stripe.place)].write(slot_of(stripe.place), key, parent_key)
+        self.tables[rack_of(stripe.place)].write(slot_of(stripe.place), key, parent)
         self._index[key] = stripe
         return stripe
 
-    def publish(self, stripe: Stripe) -> None:
-        """All shards are written: from now on lookups find it."""
-        self.tables[rack_of(stripe.place)].publish(slot_of(stripe.place))
-        stripe.ready = True
-        self._policy.admit(stripe)
+    def publish(self, stripes: Iterable[Stripe]) -> int:
+        """All shards are written: lookups find them from now on. Later chunks first. Returns how many."""
+        published = 0
+        for stripe in stripes:
+            if not stripe.indexed:  # cleared meanwhile
+                self.remove(stripe, "aborted")
+                continue
+            self.tables[rack_of(stripe.place)].publish(slot_of(stripe.place))
+            stripe.ready = True
+            self._policy.admit(stripe)
+            published += 1
+        return published
 
     def remove(self, stripe: Stripe, reason: str) -> None:
         """The place becomes free. Nobody may be reading or writing it."""
@@ -114,6 +143,7 @@ class Shelf:
             self.remove(stripe, reason)
             return
         self._unindex(stripe)
+        self.tables[rack_of(stripe.place)].withdraw(slot_of(stripe.place))
         self.left_by[reason] += 1
         self._hidden += 1
         stripe.temporary = True
@@ -124,6 +154,11 @@ class Shelf:
             self.hide(stripe, "cleared")
         return len(stripes)
 
+    # -- racks ------------------------------------------------------------------------------------------
+
+    def add_rack(self, number: int, table: Table) -> None:
+        self.adopt(number, table, [], [])
+
     def adopt(
         self,
         number: int,
@@ -131,30 +166,30 @@ class Shelf:
         entries: list[tuple[int, ChunkKey, ChunkKey | None]],
         limbo: list[int],
     ) -> int:
-        """Take over a rack of an earlier server: `entries` are ready, `limbo` slots may still be written to.
+        """Take over a rack: `entries` are ready, `limbo` slots may still be in use, the rest is free.
 
-        Returns how many stripes were taken over. A key that is here already is a leftover and its slot is
-        freed.
+        Returns how many stripes were taken over. Of two entries for one key the second is withdrawn.
         """
+        assert number not in self.tables
         self.tables[number] = table
-        used = set(limbo)
-        self._limbo.extend(place_of(number, slot) for slot in limbo)
-        for slot, key, parent_key in entries:
+        kept, unusable = set[int](), list(limbo)
+        for slot, key, parent in entries:
             if key in self._index:
-                table.free(slot)
+                table.withdraw(slot)
+                unusable.append(slot)
                 continue
-            used.add(slot)
-            parent = self._index.get(parent_key) if parent_key is not None else None
-            stripe = Stripe(key, place_of(number, slot), parent, ready=True)
-            if parent is not None:
-                parent.children += 1
-            self._index[key] = stripe
+            kept.add(slot)
+            stripe = self._index[key] = Stripe(key, place_of(number, slot), parent, ready=True)
+            self._add_child(parent)
             self._policy.admit(stripe)
+        self._limbo.extend(place_of(number, slot) for slot in unusable)
+        used = kept | set(unusable)
+        # Popped from the end: low slots first, so that a young rack is touched page after page.
         self._free.extend(place_of(number, slot) for slot in reversed(range(table.slots)) if slot not in used)
-        return len(used) - len(limbo)
+        return len(kept)
 
     def is_idle(self, number: int) -> bool:
-        """Nothing in this rack is pinned, being written, or perhaps still written for an earlier server."""
+        """Nothing in this rack is pinned, being written, hidden or in limbo."""
         busy = [s.place for s in self._index.values() if s.pins or not s.ready] + self._limbo
         return not self._hidden and all(rack_of(place) != number for place in busy)
 
@@ -165,29 +200,36 @@ class Shelf:
         self._free = [place for place in self._free if rack_of(place) != number]
         del self.tables[number]
 
-    def leave_limbo(self) -> None:
-        """Whoever wrote for an earlier server is gone or has said that it holds nothing."""
-        for place in self._limbo:
-            self.tables[rack_of(place)].free(slot_of(place))
-        self._free.extend(self._limbo)
-        self._limbo.clear()
+    def set_guarded(self, guarded: bool) -> None:
+        """While guarded nothing is evicted, and no place is given out that an earlier server gave away."""
+        self._guarded = guarded
+        if not guarded:
+            for place in self._limbo:
+                self.tables[rack_of(place)].free(slot_of(place))
+            self._free.extend(self._limbo)
+            self._limbo.clear()
 
     def check(self, pins: Mapping[int, int]) -> None:
         """No place lost or in two hands; `pins` says how many read leases hold the stripe with that id()."""
         places = [*self._free, *self._limbo, *(stripe.place for stripe in self._index.values())]
         assert len(set(places)) == len(places), "a place in two hands"
         assert len(places) + self._hidden == self.slots, (
-            f"lost places: {len(places)} + {self._hidden} of {self.slots}"
+            f"{len(places)} + {self._hidden} of {self.slots} places"
         )
-        children = Counter(id(s.parent) for s in self._index.values() if s.parent is not None)
+        assert self._children == Counter(s.parent for s in self._index.values() if s.parent), (
+            "children miscounted"
+        )
         for key, stripe in self._index.items():
             assert stripe.key == key
             assert stripe.indexed
             assert stripe.pins == pins.get(id(stripe), 0), "pins miscounted"
-            assert stripe.children == children[id(stripe)], "children miscounted"
+
+    # -- inside -----------------------------------------------------------------------------------------
 
     def _evict_one(self) -> bool:
-        victim = self._policy.evict(_may_go) if self.may_evict else None
+        if self._guarded or self.pinned:
+            return False
+        victim = self._policy.evict(lambda stripe: stripe.pins == 0 and stripe.key not in self._children)
         if victim is None:
             return False
         self._drop_key(victim)
@@ -203,14 +245,23 @@ class Shelf:
     def _drop_key(self, stripe: Stripe) -> None:
         del self._index[stripe.key]
         stripe.indexed = False
-        if stripe.parent is not None:
-            stripe.parent.children -= 1
-            stripe.parent = None
+        self._drop_child(stripe.parent)
+
+    def _add_child(self, parent: ChunkKey | None) -> None:
+        if parent is not None:
+            self._children[parent] = self._children.get(parent, 0) + 1
+
+    def _drop_child(self, parent: ChunkKey | None) -> None:
+        if parent is not None:
+            self._children[parent] -= 1
+            if not self._children[parent]:
+                del self._children[parent]
 
     def _release_place(self, stripe: Stripe) -> None:
-        self.tables[rack_of(stripe.place)].free(slot_of(stripe.place))
-        self._free.append(stripe.place)
-
-
-def _may_go(stripe: Stripe) -> bool:
-    return stripe.pins == 0 and stripe.children == 0
+        table, slot = self.tables[rack_of(stripe.place)], slot_of(stripe.place)
+        if self._guarded and stripe.ready:
+            table.withdraw(slot)
+            self._limbo.append(stripe.place)
+        else:
+            table.free(slot)
+            self._free.append(stripe.place)

@@ -12,12 +12,11 @@ from kvcellar.slab import Place
 
 
 class Stripe(msgspec.Struct, gc=False, eq=False):
-    """gc=False: the cyclic collector must not walk a million of these, and links only go to parents."""
+    """gc=False: the cyclic collector must not walk a million of these, and they refer to no other objects."""
 
     key: ChunkKey
     place: Place
-    parent: "Stripe | None" = None
-    children: int = 0  # stripes in the same shelf whose parent is this one
+    parent: ChunkKey | None = None  # the chunk before it, here or not
     pins: int = 0  # read leases that hold it
     ready: bool = False  # every shard is committed
     indexed: bool = True  # lookups and reserves can find it; False once cleared or condemned

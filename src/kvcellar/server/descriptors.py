@@ -36,7 +36,7 @@ async def serve_descriptor(
         shard = steward.shard_of(key.namespace, member.rank)
         shape = rack.spec.shapes[shard]
         frame = encode(m.SlabSent(*shape))
-    except (CellarError, msgspec.MsgspecError) as error:
+    except (CellarError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         code = error.code if isinstance(error, CellarError) else BadRequest.code
         await asyncio.get_running_loop().sock_sendall(sock, encode(m.Refused(code, str(error)[:1000])))
         return

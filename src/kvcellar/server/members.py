@@ -19,7 +19,7 @@ import msgspec
 
 from kvcellar.arena import RackKey
 from kvcellar.errors import RankTaken, WrongOwner
-from kvcellar.ledger import SCHEDULER, Ledger, LeaseId, Session
+from kvcellar.ledger import SCHEDULER, LeaseId, Ledger, Session
 from kvcellar.wire.messages import Hello, Message
 from kvcellar.wire.peer import Peer, Process, open_process
 
@@ -50,6 +50,7 @@ class Member:
 class Members:
     def __init__(self, ledger: Ledger, roster: Path, changed: Callable[[], None]) -> None:
         self.all: dict[tuple[str, int], Member] = {}
+        self.newest_lease = 0  # a rank that attaches now has no share in any up to here
         self._ledger = ledger
         self._roster = roster
         self._changed = changed  # somebody left or gave up a mapping
@@ -65,12 +66,16 @@ class Members:
         session = self._ledger.join(hello.session, rank)
         if rank == SCHEDULER:
             self._ledger.keep_leases(session, map(LeaseId, hello.leases))
+        else:
+            # Once more, now as a member: shares granted while it was away are void as well. It is told so.
+            self._ledger.join(hello.session, rank)
         member = Member(session, rank, peer, hello.label, link)
         self.all[hello.session, rank] = member
         if peer.pidfd is not None:
             self._loop.add_reader(peer.pidfd, self._on_death, member)
         self._write_roster()
-        self._settle_awaited(peer.process)
+        if rank != SCHEDULER:  # the scheduler side of the same process says nothing of copies under way
+            self._settle_awaited(peer.process)
         self._changed()
         return member
 
@@ -184,7 +189,8 @@ class Members:
         self._write_roster()
 
     def _write_roster(self) -> None:
-        processes = [member.peer.process for member in self.all.values()] + list(self._awaited)
+        workers = {member.peer.process for member in self.all.values() if member.rank != SCHEDULER}
+        processes = workers | set(self._awaited)
         draft = self._roster.with_suffix(".draft")
         draft.write_bytes(msgspec.json.encode(processes))
         draft.replace(self._roster)

@@ -17,7 +17,7 @@ from kvcellar.arena import RackKey
 from kvcellar.errors import BadRequest, Draining, Forbidden, NotAttached, UnknownNamespace
 from kvcellar.identity import ChunkKey, NamespaceId, layout_of
 from kvcellar.ledger import Granted as Grant
-from kvcellar.ledger import Ledger, LeaseId
+from kvcellar.ledger import LeaseId, Ledger
 from kvcellar.server.members import Member, Members
 from kvcellar.server.steward import Steward
 from kvcellar.wire import messages as m
@@ -40,6 +40,10 @@ class Caller:
         if self._member is None:
             raise NotAttached("only schedulers and workers can do that")
         return self._member
+
+    def detach(self) -> None:
+        """It has left: what it might still say holds nothing."""
+        self._member = None
 
     def require_admin(self) -> None:
         if self.role != "admin":
@@ -94,7 +98,7 @@ class Operations:
     def _lookup(self, caller: Caller, op: m.Lookup) -> m.Message:
         self._refuse_when_draining()
         grant = self._ledger.lookup(caller.member.session, NamespaceId(op.namespace), m.split_keys(op.keys))
-        return _granted(grant)
+        return self._granted(grant)
 
     def _reserve(self, caller: Caller, op: m.Reserve) -> m.Message | Awaitable[m.Message]:
         self._refuse_when_draining()
@@ -106,7 +110,7 @@ class Operations:
     def _reserve_now(self, member: Member, op: m.Reserve, keys: list[ChunkKey]) -> m.Message:
         parent = ChunkKey(op.parent) if op.parent is not None else None
         grant = self._ledger.reserve(member.session, NamespaceId(op.namespace), keys, parent, op.groups)
-        return _granted(grant)
+        return self._granted(grant)
 
     async def _reserve_later(self, member: Member, op: m.Reserve, keys: list[ChunkKey]) -> m.Message:
         give_up = time.monotonic() + _GROWTH_WAIT_S
@@ -153,6 +157,7 @@ class Operations:
 
     def _leave(self, caller: Caller, _op: m.Leave) -> m.Message:
         self._members.end(caller.member)
+        caller.detach()
         return m.Settled(0)
 
     def _status(self, caller: Caller, _op: m.Status) -> m.Message:
@@ -168,11 +173,11 @@ class Operations:
         self._ledger.set_pinned(NamespaceId(op.namespace), op.pinned)
         return m.Settled(0)
 
+    def _granted(self, grant: Grant) -> m.Granted:
+        self._members.newest_lease = max(self._members.newest_lease, grant.lease)
+        places = tuple(array("I", row).tobytes() for row in grant.places)
+        return m.Granted(grant.lease, grant.chunks, places, grant.reason)
+
     def _refuse_when_draining(self) -> None:
         if self.draining:
             raise Draining("the server is shutting down")
-
-
-def _granted(grant: Grant) -> m.Granted:
-    places = tuple(array("I", row).tobytes() for row in grant.places)
-    return m.Granted(grant.lease, grant.chunks, places, grant.reason)

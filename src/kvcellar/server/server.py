@@ -174,7 +174,8 @@ class Server:
             raise Forbidden(f"uid {peer.uid} may not attach; start the server with --allow-uids {peer.uid}")
 
     def _attach(self, hello: m.Hello, connection: Connection) -> tuple[Caller, m.Welcome]:
-        welcome = m.Welcome(m.PROTOCOL_VERSION, self._ledger.epoch, __version__)
+        newest = self._members.newest_lease
+        welcome = m.Welcome(m.PROTOCOL_VERSION, self._ledger.epoch, __version__, newest)
         if hello.role == "admin":
             return Caller(hello.role, None), welcome
         if self._operations.draining:

@@ -80,7 +80,12 @@ class Steward:
         if spec is not None:
             return asyncio.create_task(self._make_rack(room, group, spec))
         victim = self._victim(room, group)
-        return asyncio.create_task(self._take_back(victim)) if victim is not None else None
+        if victim is None:
+            return None
+        # At once: a moment later somebody may use it, or another namespace choose the same one.
+        self.leaving.add(victim)
+        self._ledger.rooms[victim.namespace].shelves[victim.group].retire(victim.number)
+        return asyncio.create_task(self._take_back(victim))
 
     async def _make_rack(self, room: Room, group: int, spec: RackSpec) -> None:
         loop = asyncio.get_running_loop()
@@ -110,6 +115,8 @@ class Steward:
         for name in sorted(sizes, key=lambda name: (name in used, -sizes[name])):
             if name == room.namespace.id or (name in used and sizes[name] <= share):
                 continue
+            if self._ledger.rooms[NamespaceId(name)].pinned:
+                continue
             for key in sorted((key for key in self._arena.racks if key.namespace == name), reverse=True):
                 if key not in self.leaving and self._ledger.rooms[key.namespace].shelves[key.group].is_idle(
                     key.number
@@ -118,8 +125,6 @@ class Steward:
         return None
 
     async def _take_back(self, key: RackKey) -> None:
-        self.leaving.add(key)
-        self._ledger.rooms[key.namespace].shelves[key.group].retire(key.number)
         assert self.members is not None
         self.members.tell(key.namespace, RackLeaving(*key))
         while self.members.mapping(key):

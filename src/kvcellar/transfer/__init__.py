@@ -2,14 +2,14 @@
 
 from kvcellar.transfer.checksum import CHECKSUMS, Digest, digest_maker
 from kvcellar.transfer.host import HostTransfer
-from kvcellar.transfer.place import Place, Slots, Stamp
+from kvcellar.transfer.slots import Slot, Slots, Stamp
 from kvcellar.transfer.steps import block_memory
 
 __all__ = [
     "CHECKSUMS",
     "Digest",
     "HostTransfer",
-    "Place",
+    "Slot",
     "Slots",
     "Stamp",
     "block_memory",

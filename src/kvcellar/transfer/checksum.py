@@ -1,7 +1,7 @@
 """The checksums that may stand in Namespace.checksum.
 
 A checksum is made where KV leaves an engine and checked where it comes back, over the object's bytes in
-object order. It is fed in pieces; where they are cut must not change the result, since writer and reader cut
+object order. It is fed in pieces, and where they are cut must not change the result: writer and reader cut
 differently.
 """
 

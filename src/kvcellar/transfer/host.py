@@ -3,11 +3,10 @@
     engine   layer 0: (num_blocks, block_bytes)   layer 1: ...       one row per block id
     slot     | layer 0: block, block, ... | layer 1: block, ... |    object order, see identity/layout.py
 
-Store hashes the bytes in the slot, load hashes them in the engine's blocks: each side checks what it has
-produced, so a slot that changes while it is read is a failed row and never wrong KV.
+Store hashes the bytes in the slot, load hashes them in the engine's blocks: each checks what it has produced,
+so a slot that changes while it is read is a failed row and never wrong KV.
 
-Knows no leases: the caller holds slots and blocks as long as a call runs. One call at a time per
-HostTransfer.
+Knows no leases: the caller holds slots and blocks as long as a call runs. One call at a time per transfer.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,14 +20,12 @@ from kvcellar.errors import BadRequest
 from kvcellar.identity import SKIP, ChunkKey, CopyPlan, Namespace, layout_of
 from kvcellar.slab import Bytes
 from kvcellar.transfer.checksum import digest_maker
-from kvcellar.transfer.place import Place, Slots, Stamp, check_keys, find_places
+from kvcellar.transfer.slots import Slot, Slots, Stamp, check_keys, find_slots
 from kvcellar.transfer.steps import BlockIds, check_blocks, check_layers, make_steps
 
 
 class HostTransfer:
-    """The copies of one shard and group. With more than one thread, close() it or use it as a context
-    manager.
-    """
+    """The copies of one shard and group. With more than one thread it has to be closed, or used in a with."""
 
     def __init__(
         self, namespace: Namespace, shard: int, group: int, layers: Sequence[Bytes], *, threads: int = 1
@@ -49,28 +46,28 @@ class HostTransfer:
 
         A plan that does not fit, or skips a block, is refused before a byte is copied.
         """
-        places = self._check(plan, keys, slots)
+        found = self._check(plan, keys, slots)
         if (plan.blocks == SKIP).any():
             raise BadRequest("a store that skips a block: an object is never stored in part")
-        self._each_row(lambda row: self._store_row(plan.blocks[row], keys[row], places[row]), len(places))
+        self._each_row(lambda row: self._store_row(plan.blocks[row], keys[row], found[row]), len(found))
 
     def load(self, plan: CopyPlan, keys: Sequence[ChunkKey], slots: Slots) -> list[int]:
         """Copy each row's slot into its blocks, except where they are SKIP; return the rows that failed.
 
-        A row fails when its slot holds another object, whereupon nothing is copied, or bytes that do not
-        match their checksum, whereupon its blocks hold garbage. Raises only for a plan that does not fit,
-        before a byte is copied.
+        A row fails when its slot holds another object, and then nothing is copied; or bytes that do not match
+        their checksum, and then its blocks hold garbage. Raises only for a plan that does not fit, before a
+        byte is copied.
         """
-        places = self._check(plan, keys, slots)
+        found = self._check(plan, keys, slots)
         wanted = np.sort(plan.blocks[plan.blocks != SKIP])
         if (wanted[1:] == wanted[:-1]).any():
             raise BadRequest("a load that writes a block twice")
-        loaded = [False] * len(places)
+        loaded = [False] * len(found)
 
         def load_row(row: int) -> None:
-            loaded[row] = self._load_row(plan.blocks[row], keys[row], places[row])
+            loaded[row] = self._load_row(plan.blocks[row], keys[row], found[row])
 
-        self._each_row(load_row, len(places))
+        self._each_row(load_row, len(found))
         return [row for row, good in enumerate(loaded) if not good]
 
     def close(self) -> None:
@@ -85,37 +82,36 @@ class HostTransfer:
     ) -> None:
         self.close()
 
-    def _check(self, plan: CopyPlan, keys: Sequence[ChunkKey], slots: Slots) -> list[Place]:
-        stripes = plan.stripes.tolist()
+    def _check(self, plan: CopyPlan, keys: Sequence[ChunkKey], slots: Slots) -> list[Slot]:
+        places = plan.stripes.tolist()
         if plan.group != self.group:
             raise BadRequest(f"a plan for group {plan.group}, expected {self.group}")
-        if stripes:
-            check_blocks(plan.blocks, len(stripes), self.layout, self.num_blocks)
-        check_keys(keys, len(stripes))
-        return find_places(slots, self.group, stripes, self.layout.object_bytes)
+        check_blocks(plan.blocks, len(places), self.layout, self.num_blocks)
+        check_keys(keys, len(places))
+        return find_slots(slots, self.group, places, self.layout.object_bytes)
 
-    def _store_row(self, blocks: BlockIds, key: ChunkKey, place: Place) -> None:
+    def _store_row(self, blocks: BlockIds, key: ChunkKey, slot: Slot) -> None:
         digest = self._new_digest()
         for step in self._steps:
-            target = step.within(place.payload)
-            step.gather(blocks[step.positions], target)
-            digest.update(target)
-        self._stamp.write(place.header, key, digest.intdigest())
+            targets = step.within(slot.payload)
+            step.gather(blocks[step.positions], targets)
+            digest.update(targets)
+        self._stamp.write(slot.header, key, digest.intdigest())
 
-    def _load_row(self, blocks: BlockIds, key: ChunkKey, place: Place) -> bool:
-        promised = self._stamp.promised(place.header, key)
+    def _load_row(self, blocks: BlockIds, key: ChunkKey, slot: Slot) -> bool:
+        promised = self._stamp.promised(slot.header, key)
         if promised is None:
             return False
         digest = self._new_digest()
         skips = bool((blocks == SKIP).any())
         for step in self._steps:
             scatter = step.scatter_some if skips else step.scatter
-            scatter(step.within(place.payload), blocks[step.positions], digest)
+            scatter(step.within(slot.payload), blocks[step.positions], digest)
         return digest.intdigest() == promised
 
     def _each_row(self, work: Callable[[int], None], rows: int) -> None:
-        """Run `work` for every row, here and on the pool; return, or raise, when none is working any more."""
-        todo = iter(range(rows))  # shared by all threads: taking the next is atomic
+        """Run `work` for every row, here and on the pool; return, or raise, when nobody works any more."""
+        todo = iter(range(rows))  # shared by all threads: under the GIL, taking the next is atomic
 
         def work_off() -> None:
             for row in todo:

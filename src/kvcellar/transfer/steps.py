@@ -18,31 +18,27 @@ from kvcellar.transfer.checksum import Digest
 
 BlockIds = npt.NDArray[np.int64]
 
-# Half of a 1 MiB L2. Loads of 16 MiB objects: 7.5 GB/s with 128 KiB, 8.3 with 256, 8.7 with 512; stores gain
-# another 2 % with 1 MiB (EPYC Zen 4, bench/copy.py, 2026-08).
+# Half of a 1 MiB L2. Loads of 16 MiB objects run at 7.5 GB/s with 128 KiB, 8.3 with 256, 8.7 with 512; stores
+# gain another 2 % with 1 MiB (one thread of an EPYC Zen 4, bench/copy.py, 2026-08).
 STEP_BYTES = 512 * 1024
 
-# Numpy keeps the GIL while it scatters a few rows of a void type. It gives it up for rows of bytes, which
-# costs 0.8 us more per call: a tenth of what it takes to copy this much, and other threads can copy
-# meanwhile.
+# Numpy keeps the GIL while it scatters a few rows of a void type, and gives it up for rows of bytes, which
+# costs 0.8 us more per call: a tenth of what copying this much takes, and other threads can work meanwhile.
 SHARED_RUN_BYTES = 64 * 1024
 
-# Smaller fragments are hashed in a gathered copy, larger ones where they are: at 2 KiB both take 0.15 us a
-# fragment.
+# Smaller fragments are hashed in a gathered copy, larger ones where they are: at 2 KiB both take 0.15 us.
 SMALL_FRAGMENT = 2048
 
 
 class Step(NamedTuple):
-    """Some positions of the chunk in layers of equal shape. Rows are a layer's blocks by block id."""
+    """Some positions of the chunk in layers of equal shape."""
 
-    rows: list[
-        npt.NDArray[Any]
-    ]  # per layer (num_blocks, width) of bytes, or (num_blocks,) of void of that width
-    fragments: list[Bytes]  # the same memory, always as bytes
-    contiguous: bool  # rows have no gaps
+    layers: list[Bytes]
+    rows: list[npt.NDArray[Any]]  # the same memory; a row is a block's bytes, or one void of that width
+    contiguous: bool  # no gaps between a layer's blocks
     positions: slice
     offset: int  # where the step's bytes start in the object
-    shape: tuple[int, ...]  # (layers, positions) of rows: what they are there
+    shape: tuple[int, ...]  # theirs there: layers, positions, and what a row is
 
     def within(self, payload: Bytes) -> npt.NDArray[Any]:
         """The step's bytes in a slot."""
@@ -52,9 +48,7 @@ class Step(NamedTuple):
         """Engine to slot."""
         for rows, target in zip(self.rows, targets, strict=True):
             if self.contiguous:
-                rows.take(
-                    blocks, 0, target, "clip"
-                )  # by default it would copy into the target by way of a third place
+                rows.take(blocks, 0, target, "clip")  # in its default mode it would buffer the target
             else:
                 target[...] = rows[blocks]  # take() would first copy the whole layer
 
@@ -62,15 +56,15 @@ class Step(NamedTuple):
         """Slot to engine, hashing the bytes where they have arrived."""
         for rows, source in zip(self.rows, sources, strict=True):
             rows[blocks] = source
-        if self.fragments[0].shape[1] < SMALL_FRAGMENT:
+        if self.layers[0].shape[1] < SMALL_FRAGMENT:
             arrived = np.empty_like(sources)
             self.gather(blocks, arrived)
             digest.update(arrived)
             return
         ids = blocks.tolist()
-        for fragments in self.fragments:
+        for layer in self.layers:
             for block in ids:
-                digest.update(fragments[block])
+                digest.update(layer[block])
 
     def scatter_some(self, sources: npt.NDArray[Any], blocks: BlockIds, digest: Digest) -> None:
         """The same where some blocks are SKIP: those are not written, and hashed as they are in the slot."""
@@ -84,49 +78,45 @@ class Step(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Blocks of one layer that follow each other in the object, or part of a block that is larger than a
-    step.
-    """
+    """Blocks of one layer that follow each other in the object."""
 
-    fragments: Bytes
+    layer: Bytes
     positions: slice
 
     @property
     def kind(self) -> tuple[slice, int, int]:
         """Equal for runs that can be in one step."""
-        return self.positions, self.fragments.shape[1], self.fragments.strides[0]
+        return self.positions, self.layer.shape[1], self.layer.strides[0]
 
 
 def make_steps(layers: Sequence[Bytes], layout: LayoutDesc) -> Iterator[Step]:
     """The steps of one object, in object order."""
     offset = 0
     for (positions, width, _), runs in itertools.groupby(_runs(layers, layout), lambda run: run.kind):
-        fragments = [run.fragments for run in runs]
+        alike = [run.layer for run in runs]
         run_bytes = (positions.stop - positions.start) * width
         together = max(1, STEP_BYTES // run_bytes)
-        for first in range(0, len(fragments), together):
-            step = _step(fragments[first : first + together], positions, offset)
+        for first in range(0, len(alike), together):
+            step = _step(alike[first : first + together], positions, offset)
             yield step
             offset += len(step.rows) * run_bytes
     assert offset == layout.object_bytes
 
 
 def _runs(layers: Sequence[Bytes], layout: LayoutDesc) -> Iterator[_Run]:
-    for memory, layer in zip(layers, layout.layers, strict=True):
-        together = max(1, STEP_BYTES // layer.block_bytes)
+    for layer in layers:
+        together = max(1, STEP_BYTES // layer.shape[1])
         for first in range(0, layout.blocks_per_chunk, together):
-            positions = slice(first, min(first + together, layout.blocks_per_chunk))
-            for start in range(0, layer.block_bytes, STEP_BYTES):
-                yield _Run(memory[:, start : start + STEP_BYTES], positions)
+            yield _Run(layer, slice(first, min(first + together, layout.blocks_per_chunk)))
 
 
-def _step(fragments: list[Bytes], positions: slice, offset: int) -> Step:
-    count, width = positions.stop - positions.start, fragments[0].shape[1]
-    rows: list[npt.NDArray[Any]] = list(fragments)
+def _step(layers: list[Bytes], positions: slice, offset: int) -> Step:
+    count, width = positions.stop - positions.start, layers[0].shape[1]
+    rows: list[npt.NDArray[Any]] = list(layers)
     if count * width < SHARED_RUN_BYTES:
-        rows = [memory.view(f"V{width}")[:, 0] for memory in fragments]
+        rows = [layer.view(f"V{width}")[:, 0] for layer in layers]
     shape = (len(rows), count, *rows[0].shape[1:])
-    return Step(rows, fragments, rows[0].flags.c_contiguous, positions, offset, shape)
+    return Step(layers, rows, rows[0].flags.c_contiguous, positions, offset, shape)
 
 
 def block_memory(memory: Any, num_blocks: int) -> Bytes:

@@ -37,6 +37,11 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
 
 
 class Hello(Message, frozen=True):
+    """Who I am. `leases`: those a returning scheduler knows; the server drops the others.
+
+    A worker's Hello also says "I hold nothing": whatever this rank held before is over.
+    """
+
     version: int
     role: Literal["scheduler", "worker", "admin"]
     session: Annotated[str, Meta(max_length=128)] = ""  # common to all processes of one engine
@@ -48,9 +53,15 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
+    """Attached. Another epoch than last time: another server, and all earlier leases are void.
+
+    A rank that attaches has no share in leases up to `newest_lease`, also if it is told of them later.
+    """
+
     version: int
     epoch: int
     server: Text
+    newest_lease: LeaseField = 0
 
 
 class Refused(Message, frozen=True):
@@ -151,29 +162,37 @@ class Pin(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    pass
+    """Somebody is."""
 
 
 class Registered(Message, frozen=True):
+    """The namespace is open; `slot_bytes` by group and shard, `racks` as (group, rack)."""
+
     namespace: NamespaceIdField
     chunk_tokens: int
-    slot_bytes: tuple[tuple[int, ...], ...]  # by group and shard
-    racks: tuple[tuple[int, int], ...]  # (group, rack) there are so far
+    slot_bytes: tuple[tuple[int, ...], ...]
+    racks: tuple[tuple[int, int], ...]
 
 
 class Granted(Message, frozen=True):
-    lease: LeaseField  # 0: nothing is held
+    """`places` by group, packed, 0xFFFFFFFF where there is nothing to read or write; lease 0: none."""
+
+    lease: LeaseField
     chunks: ChunkField
-    places: tuple[bytes, ...]  # by group, packed; 0xFFFFFFFF where there is nothing to read or write
-    reason: Text = ""  # why it is not more
+    places: tuple[bytes, ...]
+    reason: Text = ""  # why it is not more: unknown_namespace, hold_limit, no_room
 
 
 class Settled(Message, frozen=True):
-    stripes: int  # how many this changed; 0 for what was over already
+    """How many stripes this changed: 0 for what was over already, or unknown to this server."""
+
+    stripes: int
 
 
 class Report(Message, frozen=True):
-    status: msgspec.Raw  # a StatusReport, see kvcellar.wire.report
+    """A StatusReport (kvcellar.wire.report), as a msgpack map."""
+
+    status: msgspec.Raw
 
 
 class Failure(Message, frozen=True):
@@ -202,12 +221,16 @@ Result = Pong | Registered | Granted | Settled | Report | Failure
 
 
 class Request(Message, frozen=True):
+    """One to 256 operations, done in order; only a Reserve may wait, for memory to be allocated."""
+
     id: Annotated[int, Meta(ge=0, lt=1 << 62)]
     deadline_ms: Annotated[int, Meta(ge=1, le=600_000)]
     ops: Annotated[tuple[Operation, ...], Meta(min_length=1, max_length=MAX_OPS)]
 
 
 class Reply(Message, frozen=True):
+    """The results of the request with this id, one per operation, in order."""
+
     id: int
     results: tuple[Result, ...]
 
@@ -256,6 +279,8 @@ class FetchSlab(Message, frozen=True):
 
 
 class SlabSent(Message, frozen=True):
+    """The slab's descriptor comes with this message (SCM_RIGHTS)."""
+
     slots: int
     slot_bytes: int
 

@@ -1,0 +1,305 @@
+"""What an engine holds ends with its process, and not before; a server may come and go meanwhile."""
+
+import asyncio
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from kvcellar.errors import Unavailable
+from kvcellar.ledger import Ledger
+from kvcellar.server import members
+from kvcellar.wire import messages as m
+from kvcellar.wire import peer
+from tests.server.engine import NAMESPACES, eventually
+from tests.server.raw import hello
+
+ONE = NAMESPACES["one"]
+
+
+def books(server):
+    """Stripes, free places and all places of the first group of the only namespace."""
+    [namespace] = server.status().namespaces
+    group = namespace.groups[0]
+    return group.stripes, group.free, group.slots
+
+
+def all_is_free(server):
+    stripes, free, slots = books(server)
+    return not server.leases() and stripes == 0 and free == slots > 0
+
+
+# -- processes that die
+
+
+def test_a_killed_worker_gives_back_its_shares(server, engine, child):
+    here, there = engine("tp2", ranks=[0]), child(name="tp2", ranks=[1], schedules=False)
+    grant = here.reserve(4)
+    here.commit(grant)
+    there.call("commit", grant)
+    hit = here.lookup(4)
+    here.release(hit, 0)
+    assert server.leases() == 1
+    there.kill()
+    eventually(lambda: server.leases() == 0)
+    assert server.session().ranks == [-1, 0]
+
+
+def test_a_killed_worker_aborts_what_it_was_writing(server, engine, child):
+    here, there = engine("tp2", ranks=[0]), child(name="tp2", ranks=[1], schedules=False)
+    here.commit(here.reserve(4))
+    assert books(server)[0] == 4
+    there.kill()
+    eventually(lambda: all_is_free(server))
+
+
+def test_an_engine_that_vanishes_leaves_nothing_behind(server, engine, child):
+    gone = child(session="gone", name="tp2")
+    gone.call("store", 4)
+    gone.call("lookup", 4)
+    gone.call("reserve", 8, seed=1)
+    assert server.session("gone").held_bytes == 12 * 8192
+    gone.kill()
+    eventually(lambda: server.session("gone") is None)
+    stripes, free, slots = books(server)
+    assert (stripes, free) == (4, slots - 4)
+
+
+# -- processes that live and are silent
+
+
+def test_a_stalled_worker_keeps_what_it_has(server, engine, child):
+    here, there = engine(ranks=[]), child(ranks=[0], schedules=False)
+    there.call("commit", here.reserve(4))
+    hit = here.lookup(4)
+    there.signal(signal.SIGSTOP)
+    assert here.hit(4) == 4
+    assert server.leases() == 1
+    there.signal(signal.SIGCONT)
+    there.call("release", hit)
+    assert server.leases() == 0
+
+
+def test_a_lost_connection_frees_nothing_until_the_rank_attaches_again(server, raw):
+    scheduler, worker = raw(hello()), raw(hello("worker"))
+    scheduler.register(ONE)
+    grant = scheduler.reserve(ONE, 4)
+    worker.close()
+    eventually(lambda: server.session("raw").connected == [-1])
+    assert server.session("raw").ranks == [-1, 0]
+    assert server.leases() == 1
+    again = raw(hello("worker"))
+    assert server.leases() == 0
+    assert again.ask(m.Commit(grant.lease, 0, 4)) == (m.Settled(0),)
+    assert scheduler.lookup(ONE, 4).chunks == 0
+
+
+def test_a_scheduler_that_comes_back_keeps_the_leases_it_knows(server, raw):
+    scheduler, worker = raw(hello()), raw(hello("worker"))
+    scheduler.register(ONE)
+    grant = scheduler.reserve(ONE, 4)
+    worker.ask(m.Commit(grant.lease, 0, 4))
+    known, unknown = scheduler.lookup(ONE, 4), scheduler.lookup(ONE, 4)
+    assert known.lease != unknown.lease
+    scheduler.close()
+    raw(hello(leases=(known.lease,)))
+    assert server.leases() == 1
+    assert worker.ask(m.Release(known.lease, 0, 4)) == (m.Settled(4),)
+    assert server.leases() == 0
+
+
+def test_a_client_that_leaves_gives_everything_back_at_once(server, engine):
+    one = engine()
+    one.store(4)
+    one.lookup(4)
+    one.close()
+    eventually(lambda: server.status().sessions == [])
+
+
+# -- strangers
+
+
+def test_a_rank_of_a_live_process_is_taken(server, raw, child):
+    there = child(session="raw")
+    client = raw()
+    client.say(hello("worker"))
+    refused = client.hear()
+    assert refused.code == "rank_taken"
+    assert str(there.process.pid) in refused.message
+    there.kill()
+    eventually(lambda: server.session("raw") is None)
+    raw(hello("worker"))
+
+
+def test_a_lease_of_another_session_is_not_yours(server, engine, raw):
+    one = engine()
+    one.store(4)
+    hit = one.lookup(4)
+    thief = raw(hello("worker", session="thief"))
+    thief.register(ONE)
+    release, commit = m.Release(hit.lease, 0, 4), m.Commit(hit.lease, 0, 4)
+    condemn = m.Condemn(hit.lease, 0, 0)
+    assert [failure.code for failure in thief.ask(release, commit, condemn)] == ["wrong_owner"] * 3
+    assert server.leases() == 1
+    assert one.read(hit) == []
+
+
+def test_a_lease_of_an_earlier_server_is_a_counted_nothing(server, raw):
+    client = raw(hello("worker"))
+    assert client.ask(m.Release(1, 0, 1), m.Commit(2, 0, 1)) == (m.Settled(0), m.Settled(0))
+    assert server.status().counts["stale"] == 2
+
+
+# -- servers that die
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_a_restarted_server_finds_everything_and_clients_come_back(server, engine, end):
+    one = engine()
+    one.store(8)
+    old = one.lookup(8)
+    getattr(server, end)()
+    start = time.monotonic()
+    assert one.hit(8, timeout=0.2) == 0
+    assert one.hit(8, timeout=0.2) == 0
+    assert time.monotonic() - start < 1.0
+    server.start()
+    eventually(lambda: one.hit(8) == 8)
+    one.ready()
+    assert one.read(one.lookup(8)) == []
+    with pytest.raises(Unavailable), one.workers[0].copying(old.lease):
+        pytest.fail("a lease of a server that is gone was honoured")
+
+
+def test_a_server_that_falls_silent_costs_one_deadline_and_nothing_stays_held(server, engine):
+    one = engine()
+    one.store(4)
+    server.signal(signal.SIGSTOP)
+    start = time.monotonic()
+    assert one.lookup(4, timeout=0.2).reason == "deadline_exceeded"
+    assert 0.2 <= time.monotonic() - start < 1.0
+    assert one.lookup(4, timeout=5.0).reason == "silent"
+    assert time.monotonic() - start < 1.5
+    server.signal(signal.SIGCONT)
+    eventually(lambda: one.hit(4) == 4)  # answers, and gives back what the first one got too late
+    eventually(lambda: server.leases() == 0)
+
+
+def test_what_was_given_back_to_a_silent_server_is_not_lost(server, engine):
+    one = engine()
+    one.store(4)
+    hit = one.lookup(4)
+    server.signal(signal.SIGSTOP)
+    assert one.hit(4, timeout=0.05) == 0
+    one.give_back(hit)
+    server.signal(signal.SIGCONT)
+    eventually(lambda: one.hit(4) == 4)
+    eventually(lambda: server.leases() == 0)
+
+
+# -- grace
+
+
+@pytest.fixture
+def stalled(server, child):
+    """A server restarted under an engine that does not move: it has 8 chunks and was writing 4 more."""
+    server.stop()
+    server.start(memory="1MiB", hold_percent="100")
+    there = child(session="old")
+    there.call("store", 8)
+    there.call("reserve", 4, seed=1)
+    there.signal(signal.SIGSTOP)
+    server.restart()
+    assert server.status().in_grace
+    return there
+
+
+def fill(engine, first_seed=100):
+    """Store until there is no room; returns the number of chunks stored."""
+    stored, seed = 0, first_seed
+    while (grant := engine.store(16, seed)).chunks:
+        stored, seed = stored + grant.chunks, seed + 1
+    return stored
+
+
+@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
+def test_while_an_old_engine_is_silent_nothing_is_evicted_and_no_limbo_reused(server, engine, stalled, end):
+    new = engine(session="new")
+    assert new.hit(8) == 8  # readable at once
+    stored = fill(new)
+    stripes, free, slots = books(server)
+    assert (stripes, free) == (8 + stored, 0)
+    assert slots == stripes + 4  # what was being written belongs to nobody
+    assert server.status().in_grace
+    stalled.signal(end)
+    eventually(lambda: not server.status().in_grace)
+    assert new.store(16, seed=1).chunks == 16
+    assert server.slab_bytes() <= 1 << 20
+
+
+def test_grace_ends_after_its_time(server, engine, child):
+    there = child(session="old")
+    there.call("store", 8)
+    there.signal(signal.SIGSTOP)
+    server.restart(grace_seconds="0.3")
+    assert server.status().in_grace
+    eventually(lambda: not server.status().in_grace)
+    there.signal(signal.SIGCONT)
+
+
+def test_grace_waits_for_a_copy_though_its_process_has_come_back(server, engine):
+    one = engine()
+    grant = one.reserve(4)
+    with one.workers[0].copying(grant.lease):
+        server.restart()
+        eventually(lambda: one.lookup(4).reason == "")  # the scheduler side is back
+        assert server.status().in_grace
+    eventually(lambda: not server.status().in_grace)
+    one.ready()
+
+
+def test_a_restarted_server_is_idle_after_its_old_engine_died(server, child):
+    there = child(session="old", name="tp2")  # three connections of one process
+    server.restart()
+    there.call("ready")
+    eventually(lambda: not server.status().in_grace)
+    there.kill()
+    eventually(lambda: server.status().sessions == [])
+    assert busy_share(server.pid) < 0.5
+
+
+def busy_share(pid, seconds=0.3):
+    def ticks():
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+
+    before = ticks()
+    time.sleep(seconds)  # measures; waits for nothing
+    return (ticks() - before) / 100 / seconds
+
+
+# -- where the kernel cannot tell who lives
+
+
+def test_without_a_pidfd_a_lost_connection_is_waited_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(members, "QUARANTINE_S", 0.05)
+    monkeypatch.setattr(peer, "_peer_pidfd", lambda _sock, _pid: None)
+
+    class NoLink:
+        def send(self, _message): ...
+        def close(self): ...
+
+    async def live():
+        ledger, link = Ledger(epoch=1, hold_limit=1 << 20), NoLink()
+        everybody = members.Members(ledger, tmp_path / "roster", lambda: None)
+        for _ in range(2):  # the second time as somebody who came back: the first quarantine is void
+            rank = everybody.attach(hello("worker"), peer.Peer(near), link)
+            everybody.lost(rank, link)
+            assert "raw" in ledger.sessions
+        await asyncio.sleep(0.1)
+        assert ledger.sessions == {}
+
+    near, far = socket.socketpair()
+    with near, far:
+        asyncio.run(live())

@@ -1,0 +1,133 @@
+"""Small builders that many tests share. Imports no test framework."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from kvcellar.identity import BlockHash, ChunkKey, Group, Layer, Namespace, ParallelStrategy
+from kvcellar.ledger import SCHEDULER, Granted, Ledger
+
+FREE, WRITING, READY = 0, 1, 2
+
+
+def full_group(pp: int = 1) -> Group:
+    """One layer per pipeline stage, one page per chunk of 256 tokens and shard."""
+    return Group(16, tuple(Layer(f"layers.{stage}", 256, stage) for stage in range(pp)))
+
+
+def window_group(chunks: int) -> Group:
+    """A sliding window that needs the last `chunks` chunks of 256 tokens."""
+    return Group(16, (Layer("window.0", 256),), kind="sliding", window_tokens=256 * chunks)
+
+
+def namespace(**changes: Any) -> Namespace:
+    """One full group of one page per chunk and shard; any field can be changed."""
+    parallel = changes.get("parallel", ParallelStrategy())
+    fields: dict[str, Any] = {
+        "engine": "test/1",
+        "model": "tiny",
+        "weights": "sha256:ab",
+        "kv_dtype": "bfloat16",
+        "kv_layout": "NHD",
+        "groups": (full_group(parallel.pp),),
+        "parallel": parallel,
+        "chunk_tokens": 256,
+        "block_hash": BlockHash("sha256_cbor", 16, "00ff"),
+        "checksum": "linear64",
+    }
+    return Namespace(**fields | changes)
+
+
+def keys(n: int, seed: int | str = 0) -> list[ChunkKey]:
+    """The chunk keys of one prompt; another seed is another prompt."""
+    return [ChunkKey(hashlib.blake2b(f"{seed}/{i}".encode(), digest_size=16).digest()) for i in range(n)]
+
+
+class MemoryTable:
+    """A ledger.Table that only remembers."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.states = [FREE] * slots
+        self.entries: list[tuple[ChunkKey, ChunkKey | None] | None] = [None] * slots
+
+    def write(self, slot: int, key: ChunkKey, parent: ChunkKey | None) -> None:
+        held = self.entries[slot] if self.states[slot] != FREE else None
+        assert held is None or held[0] == key, "written over"
+        self.entries[slot] = (key, parent)
+        self.states[slot] = WRITING
+
+    def publish(self, slot: int) -> None:
+        assert self.states[slot] == WRITING
+        self.states[slot] = READY
+
+    def free(self, slot: int) -> None:
+        self.states[slot] = FREE
+
+    def withdraw(self, slot: int) -> None:
+        self.states[slot] = WRITING
+
+
+class Engine:
+    """One session with its scheduler and all its ranks, as a ledger sees a well-behaved engine.
+
+    The first of a namespace brings `slots` of memory for each group.
+    """
+
+    def __init__(self, ledger: Ledger, namespace: Namespace, name: str = "engine", slots: int = 8) -> None:
+        self.ledger = ledger
+        self.namespace = namespace
+        self.ranks = range(namespace.parallel.world_size)
+        for rank in (SCHEDULER, *self.ranks):
+            self.session = ledger.join(name, rank)
+        self.room = ledger.register(self.session, namespace)
+        for shelf in self.room.shelves:
+            if not shelf.tables:
+                shelf.add_rack(0, MemoryTable(slots))
+
+    def lookup(self, asked: Sequence[ChunkKey]) -> Granted:
+        return self.ledger.lookup(self.session, self.namespace.id, asked)
+
+    def reserve(self, asked: Sequence[ChunkKey], parent: ChunkKey | None = None, **more: Any) -> Granted:
+        return self.ledger.reserve(self.session, self.namespace.id, asked, parent, **more)
+
+    def commit(self, granted: Granted, rank: int = 0, first: int = 0, stop: int | None = None) -> int:
+        end = granted.chunks if stop is None else stop
+        return self.ledger.commit(self.session, rank, granted.lease, first, end)
+
+    def abort(self, granted: Granted, rank: int = 0, first: int = 0, stop: int | None = None) -> int:
+        end = granted.chunks if stop is None else stop
+        return self.ledger.abort(self.session, rank, granted.lease, first, end)
+
+    def release(self, granted: Granted, rank: int = 0, first: int = 0, stop: int | None = None) -> int:
+        end = granted.chunks if stop is None else stop
+        return self.ledger.release(self.session, rank, granted.lease, first, end)
+
+    def store(self, asked: Sequence[ChunkKey], parent: ChunkKey | None = None, **more: Any) -> Granted:
+        """Reserve, and let every writer commit."""
+        granted = self.reserve(asked, parent, **more)
+        for rank in self.namespace.parallel.writer_ranks:
+            self.commit(granted, rank)
+        return granted
+
+    def part(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.ledger.part(self.session, rank)
+
+    def leave(self) -> None:
+        self.part(SCHEDULER, *self.ranks)
+
+    def hit(self, asked: Sequence[ChunkKey]) -> int:
+        """How many chunks a lookup finds; what it pins is given back."""
+        granted = self.lookup(asked)
+        if granted.chunks:
+            self.release(granted, SCHEDULER)
+        return granted.chunks
+
+    def pins(self, asked: Sequence[ChunkKey], group: int = 0) -> list[int]:
+        """Read leases on each of these; -1 where there is nothing."""
+        found = [self.room.shelves[group].get(key) for key in asked]
+        return [-1 if stripe is None else stripe.pins for stripe in found]
+
+    def free_slots(self, group: int = 0) -> int:
+        return self.room.shelves[group].free_slots

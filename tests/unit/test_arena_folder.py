@@ -1,0 +1,177 @@
+"""The arena's folder: ours alone, one server at a time, and every refusal is a sentence that helps."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvcellar.arena import Arena, Rack, available_bytes, remove_folder
+from kvcellar.errors import StartupError
+from tests.support import namespace
+
+ONE = namespace()
+MIB = 1 << 20
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+@pytest.fixture
+def shm():
+    root = Path(tempfile.mkdtemp(prefix="kvcellar-test-", dir="/dev/shm"))
+    yield root
+    shutil.rmtree(root)
+
+
+@pytest.fixture
+def folder(shm):
+    return shm / "cellar"
+
+
+@pytest.fixture
+def serve(folder):
+    """Start a server's arena in the folder; all are gone when the test is over."""
+    started: list[Arena] = []
+
+    def start(limit: int = 4 * MIB, where: Path = folder) -> Arena:
+        started.append(Arena(where, limit))
+        return started[-1]
+
+    yield start
+    for arena in started:
+        with contextlib.suppress(OSError):
+            kill(arena)
+
+
+def kill(arena: Arena) -> None:
+    """As kill -9 would: the kernel closes descriptors, nothing else is done."""
+    for rack in arena.racks.values():
+        rack.close()
+    fd, arena._lock = arena._lock, -1
+    os.close(fd)
+
+
+def grow(arena: Arena) -> Rack:
+    spec = arena.plan(ONE, 0)
+    assert spec is not None
+    rack = arena.create(ONE, spec)
+    arena.finish(rack)
+    return rack
+
+
+@pytest.fixture
+def tiny_tmpfs(shm):
+    """A tmpfs of 64 KiB."""
+    mounted = shm / "tiny"
+    mounted.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", mounted], capture_output=True
+    )
+    if done.returncode:
+        pytest.skip("cannot mount a tmpfs")
+    yield mounted
+    subprocess.run(["umount", "-l", mounted], check=True)
+
+
+def test_second_server_on_the_folder_is_refused_with_the_pid_of_the_first(serve, folder):
+    arena = serve()
+    for attempt in (serve, lambda: remove_folder(folder)):
+        with pytest.raises(StartupError, match=rf"another server \(pid {os.getpid()}\) is using .* --name"):
+            attempt()
+    kill(arena)
+    serve()
+
+
+def test_refused_start_leaves_no_descriptor_open(serve):
+    serve()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StartupError):
+        serve()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_folder_that_others_may_enter_is_refused(serve, folder):
+    folder.mkdir(mode=0o750)
+    with pytest.raises(StartupError, match="mode 0700"):
+        serve()
+
+
+@as_root
+def test_folder_of_somebody_else_is_refused(serve, folder):
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 12345, -1)
+    with pytest.raises(StartupError, match="uid 0"):
+        serve()
+
+
+@pytest.mark.parametrize("target", ["target", "missing"])
+def test_folder_that_is_a_symbolic_link_is_refused(serve, shm, folder, target):
+    (shm / "target").mkdir(mode=0o700)
+    folder.symlink_to(shm / target)
+    with pytest.raises(StartupError, match="--folder"):
+        serve()
+    assert not list((shm / "target").iterdir())
+
+
+def test_folder_that_is_a_file_is_refused(serve, folder):
+    folder.touch()
+    with pytest.raises(StartupError, match=r"cannot use .*: File exists; .*--folder"):
+        serve()
+
+
+def test_lock_that_is_a_symbolic_link_is_refused(serve, shm, folder):
+    folder.mkdir(mode=0o700)
+    (shm / "victim").write_text("precious")
+    (folder / "lock").symlink_to(shm / "victim")
+    with pytest.raises(StartupError, match="cannot use"):
+        serve()
+    assert (shm / "victim").read_text() == "precious"
+
+
+def test_place_where_no_folder_can_be_made_is_refused(serve):
+    with pytest.raises(StartupError, match="cannot use /proc/kvcellar/a"):
+        serve(MIB, Path("/proc/kvcellar/a"))
+
+
+def test_read_only_folder_is_refused(serve, tiny_tmpfs):
+    subprocess.run(["mount", "-o", "remount,ro", tiny_tmpfs], check=True)
+    with pytest.raises(StartupError, match="Read-only file system"):
+        serve(4096, tiny_tmpfs)
+
+
+def test_file_system_without_a_byte_left_is_refused_with_a_sentence(serve, tiny_tmpfs):
+    (tiny_tmpfs / "hog").write_bytes(bytes(64 << 10))
+    with pytest.raises(StartupError, match="--folder"):
+        serve(4096, tiny_tmpfs)
+
+
+def test_memory_larger_than_the_file_system_is_refused_with_a_sentence(serve, tiny_tmpfs):
+    with pytest.raises(
+        StartupError, match=r"--memory 0.00GiB does not fit: .* has 0.00GiB left\. Lower --memory"
+    ):
+        serve(65 << 10, tiny_tmpfs)
+    serve(32 << 10, tiny_tmpfs)  # the lock was let go
+
+
+def test_what_an_earlier_server_left_counts_as_available(serve, tiny_tmpfs):
+    arena = serve(32 << 10, tiny_tmpfs)
+    while spec := arena.plan(ONE, 0):
+        arena.finish(arena.create(ONE, spec))
+    kill(arena)
+    assert available_bytes(tiny_tmpfs) == 64 << 10
+    assert list(serve(32 << 10, tiny_tmpfs).adopt())
+
+
+def test_available_bytes_of_a_folder_that_is_not_there_are_those_of_the_file_system(tiny_tmpfs):
+    assert available_bytes(tiny_tmpfs / "not" / "yet") == 64 << 10
+
+
+def test_remove_folder_returns_the_bytes_it_freed(serve, folder):
+    arena = serve()
+    used = grow(arena).spec.file_bytes
+    kill(arena)
+    assert remove_folder(folder) >= used
+    assert not folder.exists()

@@ -1,0 +1,42 @@
+"""What the docs claim is what the code does."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvcellar.config import HELP
+from kvcellar.errors import BY_CODE
+from tools.protocol_table import SECTIONS, rows
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_protocol_page_lists_the_messages_of_the_code(section):
+    page = (ROOT / "docs/protocol.md").read_text()
+    assert "\n".join([f"### {section}", "", *rows(section)]) in page, "run: python tools/protocol_table.py"
+
+
+@pytest.mark.parametrize("setting", HELP)
+def test_every_setting_is_documented(setting):
+    row = f"| `--{setting.replace('_', '-')}` | `KVCELLAR_{setting.upper()}` | `{setting}` |"
+    assert row in (ROOT / "docs/operations.md").read_text()
+
+
+def test_no_setting_is_documented_that_does_not_exist():
+    documented = re.findall(
+        r"^\| `--[a-z-]+` \| `\w+` \| `(\w+)` \|", (ROOT / "docs/operations.md").read_text(), re.M
+    )
+    assert sorted(documented) == sorted(HELP)
+
+
+def test_every_error_is_in_the_tree_that_opens_its_module():
+    tree = (ROOT / "src/kvcellar/errors.py").read_text().split('"""')[1]
+    assert all(re.search(rf"^ +{error.__name__}\b", tree, re.M) for error in BY_CODE.values())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/operations.md", "docs/protocol.md"])
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
+        assert ((ROOT / page).parent / target).exists(), target

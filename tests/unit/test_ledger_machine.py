@@ -1,0 +1,500 @@
+"""Ledger and arena against a small model, in any order of events that hypothesis can think of.
+
+Four engines, two of which share a namespace, store and read a few prompts in a memory that is too small for
+them; ranks die and come back, the server crashes and adopts its racks. The model knows nothing of pins,
+states or leases: it remembers which rank may touch which place, and what bytes lie there.
+"""
+
+import itertools
+import os
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvcellar.arena import Arena
+from kvcellar.arena.table import FREE, READY, StripeTable
+from kvcellar.errors import WrongOwner
+from kvcellar.identity import ChunkKey, Namespace, NamespaceId, ParallelStrategy
+from kvcellar.ledger import NO_LEASE, SCHEDULER, Granted, LeaseId, Ledger, Shelf, audit
+from kvcellar.slab import NO_PLACE, Place, place_of
+from tests.support import full_group, keys, namespace, window_group
+
+TP2 = namespace(parallel=ParallelStrategy(tp=2))
+MLA2 = namespace(parallel=ParallelStrategy(tp=2, mla=True))
+HYBRID = namespace(groups=(full_group(), window_group(1)))
+ENGINES = {"a": TP2, "b": TP2, "mla": MLA2, "hybrid": HYBRID}
+RACKS = {TP2.id: 2, MLA2.id: 1, HYBRID.id: 1}  # per group: 2 + 4, 4 and 4 slots
+WINDOWS: dict[NamespaceId, list[int | None]] = {TP2.id: [None], MLA2.id: [None], HYBRID.id: [None, 1]}
+PAGES = {TP2.id: 2, MLA2.id: 1, HYBRID.id: 1}  # per stripe
+MEMORY = 1 << 20
+HOLD_PAGES = 10
+
+TRUNK = keys(2, "trunk")
+PROMPTS = [TRUNK + keys(3, "left"), TRUNK + keys(3, "right"), keys(4, "alone")]
+NOBODY = ChunkKey(b"")
+PARENT = {child: parent for prompt in PROMPTS for parent, child in itertools.pairwise(prompt)}
+
+
+class Member(NamedTuple):
+    engine: str
+    rank: int
+
+
+class Cell(NamedTuple):
+    """One chunk in one group of a namespace."""
+
+    namespace: NamespaceId
+    group: int
+    key: ChunkKey
+
+
+class Spot(NamedTuple):
+    """One place in one group of a namespace."""
+
+    namespace: NamespaceId
+    group: int
+    place: int
+
+
+class Share(NamedTuple):
+    """A rank may touch this spot, under a lease, for a chunk of it."""
+
+    rank: int
+    chunk: int
+    spot: Spot
+
+
+class Use(NamedTuple):  # one lease
+    engine: str
+    writing: bool
+    asked: list[ChunkKey]
+    shares: set[Share]
+    spoiled: set[Spot]
+
+
+MEMBERS = [Member(name, rank) for name, ns in ENGINES.items() for rank in (SCHEDULER, *range(ns.parallel.tp))]
+
+
+class Model:
+    def __init__(self) -> None:
+        self.members: set[Member] = set()
+        self.uses: dict[LeaseId, Use] = {}
+        self.ended: list[tuple[str, LeaseId]] = []
+        self.visible: dict[Cell, Spot] = {}
+        self.claimed: dict[Cell, Spot] = {}  # being written, and not cleared meanwhile
+        self.temporary: set[Cell] = set()
+        self.bytes: dict[Spot, dict[int, ChunkKey]] = {}  # by shard; none while being written
+        # Of earlier servers: who has not come back, what they may still touch, what was not free then.
+        self.awaited: set[Member] = set()
+        self.old: defaultdict[Member, set[Spot]] = defaultdict(set)
+        self.guarded: set[Spot] = set()
+
+    def in_use(self) -> set[Spot]:
+        return {share.spot for use in self.uses.values() for share in use.shares}
+
+    def taken(self) -> set[Spot]:
+        return self.in_use() | self.guarded | set(self.visible.values())
+
+    def fits(self, engine: str) -> int:
+        """Pages that the engine may still hold."""
+        mine = [(lease, use) for lease, use in self.uses.items() if use.engine == engine]
+        held = {(lease, share.chunk, share.spot) for lease, use in mine for share in use.shares}
+        return HOLD_PAGES - len(held) * PAGES[ENGINES[engine].id]
+
+    def hit(self, engine: str, asked: Sequence[ChunkKey]) -> int:
+        ns = ENGINES[engine]
+        fits = self.fits(engine) // (PAGES[ns.id] * len(ns.groups))
+        for end in range(min(len(asked), fits), 0, -1):
+            if all(cell in self.visible for cell in needed(ns, asked[:end])):
+                return end
+        return 0
+
+    def settle(self, lease: LeaseId, shares: Iterable[Share], *, abort: bool) -> None:
+        """These shares are given back; what nobody holds any more is published, spoiled or let go."""
+        use = self.uses[lease]
+        shares, ns = set(shares), ENGINES[use.engine]
+        for rank, chunk, spot in shares if use.writing and not abort else ():
+            self.bytes[spot][ns.parallel.kv_worker_id(rank)] = use.asked[chunk]
+        use.shares.difference_update(shares)
+        if abort:
+            use.spoiled.update(share.spot for share in shares)
+        for cell, spot in {(Cell(*s.spot[:2], use.asked[s.chunk]), s.spot) for s in shares}:
+            if spot not in {share.spot for share in use.shares}:
+                self._let_go(cell, spot, use)
+        if not use.shares:
+            del self.uses[lease]
+            self.ended.append((use.engine, lease))
+
+    def _let_go(self, cell: Cell, spot: Spot, use: Use) -> None:
+        if not use.writing:
+            if cell in self.temporary and self.visible.get(cell) == spot and spot not in self.in_use():
+                self.forget(cell)
+        elif self.claimed.get(cell) == spot:
+            del self.claimed[cell]
+            if spot in use.spoiled:
+                self.forget(cell)
+            else:
+                self.visible[cell] = spot
+
+    def forget(self, cell: Cell) -> None:
+        self.visible.pop(cell, None)
+        self.claimed.pop(cell, None)
+        self.temporary.discard(cell)
+
+    def drop(self, gone: set[Member]) -> None:
+        for lease, use in list(self.uses.items()):
+            shares = {share for share in use.shares if Member(use.engine, share.rank) in gone}
+            if shares:
+                self.settle(lease, shares, abort=True)
+
+    def crash(self) -> None:
+        self.guarded = self.taken()
+        for use in self.uses.values():
+            for share in use.shares:
+                self.old[Member(use.engine, share.rank)].add(share.spot)
+        self.ended += [(use.engine, lease) for lease, use in self.uses.items()]
+        self.awaited |= self.members
+        for kept in (self.members, self.uses, self.temporary):
+            kept.clear()
+        for cell in list(self.claimed):
+            self.forget(cell)
+
+
+def needed(ns: Namespace, hit: Sequence[ChunkKey]) -> Iterator[Cell]:
+    for group, window in enumerate(WINDOWS[ns.id]):
+        for key in hit if window is None else hit[-window:]:
+            yield Cell(ns.id, group, key)
+
+
+picks = st.integers(0, 1 << 16)
+prompts = st.sampled_from(range(len(PROMPTS)))
+firsts = st.sampled_from([0, 0, 1, 2])
+counts = st.sampled_from([5, 5, 4, 3, 2, 1])
+
+
+def something_visible(machine: "LedgerMachine") -> bool:
+    return len(machine.model.visible) >= 3
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    @initialize()
+    def start(self) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="kvcellar-test-", dir="/dev/shm"))
+        self.model = Model()
+        self.epoch = 0
+        self._serve()
+        for ns in {ns.id: ns for ns in ENGINES.values()}.values():
+            for group in range(len(ns.groups)):
+                for _ in range(RACKS[ns.id]):
+                    spec = self.arena.plan(ns, group)
+                    assert spec is not None
+                    key = self.arena.finish(self.arena.create(ns, spec))
+                    self.ledger.open_room(ns).shelves[group].add_rack(key.number, self.arena.racks[key].table)
+        for member in MEMBERS:
+            self.attach(member, keep=True)
+
+    def _serve(self) -> None:
+        self.epoch += 1
+        self.arena = Arena(self.root / "cellar", MEMORY)
+        self.ledger = Ledger(self.epoch, HOLD_PAGES * 4096)
+        self.ledger.set_grace(True)
+        for found in self.arena.adopt():
+            shelf = self.ledger.open_room(found.namespace).shelves[found.key.group]
+            shelf.adopt(found.key.number, found.rack.table, found.scan.ready, found.scan.limbo)
+        self._end_grace_when_all_are_back()
+
+    def shelf(self, at: Cell) -> Shelf:
+        return self.ledger.rooms[at.namespace].shelves[at.group]
+
+    def pick_engine(self, pick: int, asks: Sequence[ChunkKey] = ()) -> str | None:
+        """One whose scheduler is there, and for which something of what it asks for is there, if any."""
+        there = sorted(member.engine for member in self.model.members if member.rank == SCHEDULER)
+        there = [engine for engine in there if self.model.hit(engine, asks)] or there
+        return there[pick % len(there)] if there else None
+
+    def pick_use(self, pick: int, *, writing: bool) -> tuple[LeaseId, Use] | None:
+        found = sorted(lease for lease, use in self.model.uses.items() if use.writing == writing)
+        return (found[pick % len(found)], self.model.uses[found[pick % len(found)]]) if found else None
+
+    # -- reading and writing ---------------------------------------------------------------------------------
+
+    def _open(self, engine: str, granted: Granted, asked: list[ChunkKey], *, writing: bool) -> LeaseId | None:
+        ns = ENGINES[engine]
+        ranks = ns.parallel.writer_ranks if writing else range(ns.parallel.world_size)
+        shares = {
+            Share(rank, chunk, Spot(ns.id, group, place))
+            for group, row in enumerate(granted.places)
+            for chunk, place in enumerate(row)
+            for rank in ranks
+            if place != NO_PLACE
+        }
+        if granted.lease == NO_LEASE:
+            assert not shares
+            return None
+        self.model.uses[granted.lease] = Use(engine, writing, asked[: granted.chunks], shares, set())
+        assert self.model.fits(engine) >= 0
+        return granted.lease
+
+    def _lookup(self, engine: str, asked: list[ChunkKey]) -> LeaseId | None:
+        ns = ENGINES[engine]
+        granted = self.ledger.lookup(self.ledger.sessions[engine], ns.id, asked)
+        assert granted.chunks == self.model.hit(engine, asked)
+        found = {
+            Cell(ns.id, group, asked[chunk]): Spot(ns.id, group, place)
+            for group, row in enumerate(granted.places)
+            for chunk, place in enumerate(row)
+            if place != NO_PLACE
+        }
+        assert set(found) == set(needed(ns, asked[: granted.chunks]))
+        for cell, spot in found.items():
+            assert self.model.visible[cell] == spot
+            assert self.model.bytes[spot] == dict.fromkeys(range(ns.parallel.kv_world_size), cell.key)
+        return self._open(engine, granted, asked, writing=False)
+
+    def _reserve(
+        self, engine: str, asked: list[ChunkKey], parent: ChunkKey | None, temporary: bool
+    ) -> LeaseId | None:
+        ns = ENGINES[engine]
+        granted = self.ledger.reserve(self.ledger.sessions[engine], ns.id, asked, parent, temporary=temporary)
+        self._note_evictions(ns)
+        busy = self.model.taken().union(*self.model.old.values())
+        for (group, row), (chunk, key) in itertools.product(
+            enumerate(granted.places), enumerate(asked[: granted.chunks])
+        ):
+            cell, spot = Cell(ns.id, group, key), Spot(ns.id, group, row[chunk])
+            here = cell in self.model.visible or cell in self.model.claimed
+            assert here == (spot.place == NO_PLACE), "written twice, or by nobody"
+            if not here:
+                assert spot not in busy, "granted for writing while somebody may touch it"
+                self._claim(cell, spot, temporary)
+        return self._open(engine, granted, asked, writing=True)
+
+    def _claim(self, cell: Cell, spot: Spot, temporary: bool) -> None:
+        self.model.claimed[cell] = spot
+        self.model.bytes[spot] = {}
+        if temporary:
+            self.model.temporary.add(cell)
+
+    def _note_evictions(self, ns: Namespace) -> None:
+        """What a reserve evicted: never in grace, never in use, never before what was stored upon it."""
+        lost = set()
+        for cell, spot in self.model.visible.items():
+            stripe = self.shelf(cell).get(cell.key)
+            if stripe is None or not stripe.ready:
+                assert cell.namespace == ns.id
+                assert spot not in self.model.in_use() | self.model.guarded
+                lost.add(cell)
+        assert not lost or not self.model.awaited
+        here = {*self.model.visible, *self.model.claimed} - lost
+        assert not {cell._replace(key=PARENT.get(cell.key, NOBODY)) for cell in here} & lost
+        for cell in lost:
+            self.model.forget(cell)
+
+    def _answer(self, lease: LeaseId, rank: int, how: str, first: int, stop: int) -> None:
+        use = self.model.uses[lease]
+        stop = min(stop, len(use.asked))
+        first = min(first, stop)
+        mine = {share for share in use.shares if rank in (SCHEDULER, share.rank)}
+        shares = {share for share in mine if first <= share.chunk < stop}
+        count = getattr(self.ledger, how)(self.ledger.sessions[use.engine], rank, lease, first, stop)
+        assert count == len({(share.chunk, share.spot) for share in shares})
+        if shares:
+            self.model.settle(lease, shares, abort=how == "abort")
+
+    def _finish(self, lease: LeaseId | None, how: str) -> None:
+        """All ranks answer for all they hold."""
+        if lease is not None:
+            for rank in sorted({share.rank for share in self.model.uses[lease].shares}):
+                self._answer(lease, rank, how, 0, 5)
+
+    @rule(pick=picks, prompt=prompts, count=counts, load=st.booleans())
+    def lookup(self, pick: int, prompt: int, count: int, load: bool) -> None:
+        if engine := self.pick_engine(pick, PROMPTS[prompt]):
+            lease = self._lookup(engine, PROMPTS[prompt][:count])
+            if load:
+                self._finish(lease, "release")
+
+    @rule(pick=picks, prompt=prompts, first=firsts, count=counts, temporary=st.booleans())
+    def reserve(self, pick: int, prompt: int, first: int, count: int, temporary: bool) -> None:
+        if engine := self.pick_engine(pick):
+            parent = PROMPTS[prompt][first - 1] if first else None
+            self._reserve(engine, PROMPTS[prompt][first : first + count], parent, temporary)
+
+    @rule(pick=picks, prompt=prompts, count=counts)
+    def store(self, pick: int, prompt: int, count: int) -> None:
+        if engine := self.pick_engine(pick):
+            self._finish(self._reserve(engine, PROMPTS[prompt][:count], None, False), "commit")
+
+    @rule(pick=picks, first=firsts, count=counts, scheduler=st.booleans())
+    def release(self, pick: int, first: int, count: int, scheduler: bool) -> None:
+        if chosen := self.pick_use(pick, writing=False):
+            rank = SCHEDULER if scheduler else pick % ENGINES[chosen[1].engine].parallel.world_size
+            self._answer(chosen[0], rank, "release", first, first + count)
+
+    @rule(pick=picks, how=st.sampled_from(["commit", "abort"]), first=firsts, count=counts)
+    def answer(self, pick: int, how: str, first: int, count: int) -> None:
+        if chosen := self.pick_use(pick, writing=True):
+            writers = [*ENGINES[chosen[1].engine].parallel.writer_ranks]
+            ranks = [*writers, SCHEDULER] if how == "abort" else writers
+            self._answer(chosen[0], ranks[pick % len(ranks)], how, first, first + count)
+
+    @rule(pick=picks)
+    def commit(self, pick: int) -> None:
+        if chosen := self.pick_use(pick, writing=True):
+            self._finish(chosen[0], "commit")
+
+    @rule(pick=picks)
+    def condemn(self, pick: int) -> None:
+        chosen = self.pick_use(pick, writing=False)
+        if chosen is None:
+            return
+        lease, use = chosen
+        share = sorted(use.shares)[pick % len(use.shares)]
+        self.ledger.condemn(
+            self.ledger.sessions[use.engine], share.rank, lease, share.spot.group, share.chunk
+        )
+        cell = Cell(*share.spot[:2], use.asked[share.chunk])
+        if self.model.visible.get(cell) == share.spot:
+            self.model.forget(cell)
+
+    @precondition(something_visible)
+    @rule(chosen=st.sampled_from([None, *RACKS]))
+    def clear(self, chosen: NamespaceId | None) -> None:
+        self.ledger.clear(chosen)
+        for cell in {*self.model.visible, *self.model.claimed}:
+            if chosen in (None, cell.namespace):
+                self.model.forget(cell)
+
+    @precondition(lambda self: self.model.ended)
+    @rule(pick=picks, how=st.sampled_from(["commit", "abort", "release"]))
+    def speak_of_a_lease_that_is_over(self, pick: int, how: str) -> None:
+        engine, lease = self.model.ended[pick % len(self.model.ended)]
+        if engine in self.ledger.sessions:
+            assert getattr(self.ledger, how)(self.ledger.sessions[engine], 0, lease, 0, 1) == 0
+
+    @rule(pick=picks, writing=st.booleans())
+    def speak_of_somebody_elses_lease(self, pick: int, writing: bool) -> None:
+        chosen, engine = self.pick_use(pick, writing=writing), self.pick_engine(pick // 7)
+        if chosen and engine and chosen[1].engine != engine:
+            answer = self.ledger.abort if writing else self.ledger.release
+            with pytest.raises(WrongOwner):
+                answer(self.ledger.sessions[engine], SCHEDULER, chosen[0], 0, 1)
+
+    # -- coming and going ------------------------------------------------------------------------------------
+
+    @rule(member=st.sampled_from(MEMBERS), keep=st.booleans())
+    def attach(self, member: Member, keep: bool) -> None:
+        session = self.ledger.join(*member)
+        if member.rank != SCHEDULER and member in self.model.members:
+            self.model.drop({member})
+        self.model.members.add(member)
+        if member.rank == SCHEDULER:
+            self.ledger.register(session, ENGINES[member.engine])
+            mine = sorted(lease for lease, use in self.model.uses.items() if use.engine == member.engine)
+            known = mine if keep else mine[::2]
+            self.ledger.keep_leases(session, known)
+            for lease in set(mine) - set(known):
+                self.model.settle(lease, self.model.uses[lease].shares, abort=True)
+        self._back_or_dead(member)
+
+    def _back_or_dead(self, member: Member) -> None:
+        self.model.awaited.discard(member)
+        self.model.old.pop(member, None)
+        self._end_grace_when_all_are_back()
+
+    def _end_grace_when_all_are_back(self) -> None:
+        if self.ledger.in_grace and not self.model.awaited:
+            self.ledger.set_grace(False)
+            self.model.guarded = set()
+
+    @rule(member=st.sampled_from(MEMBERS))
+    def die(self, member: Member) -> None:
+        if member in self.model.members:
+            self.ledger.part(self.ledger.sessions[member.engine], member.rank)
+            self.model.members.discard(member)
+            self.model.drop({member})
+            if Member(member.engine, SCHEDULER) not in self.model.members:
+                self.model.drop({m for m in MEMBERS if m.engine == member.engine} - self.model.members)
+        self._back_or_dead(member)
+
+    @precondition(something_visible)
+    @rule(schedulers_return=st.booleans())
+    def crash(self, schedulers_return: bool) -> None:
+        self._stop()
+        self.model.crash()
+        self._serve()
+        for engine in ENGINES if schedulers_return else ():
+            self.attach(Member(engine, SCHEDULER), keep=True)
+
+    @rule()
+    def everybody_returns(self) -> None:
+        for member in sorted({*MEMBERS} - self.model.members):
+            self.attach(member, keep=True)
+
+    def _stop(self) -> None:
+        """As kill -9 would: the kernel closes descriptors, nothing is said or written."""
+        for rack in self.arena.racks.values():
+            rack.close()
+        os.close(self.arena._lock)
+
+    # -- what always holds -----------------------------------------------------------------------------------
+
+    @invariant()
+    def books_balance(self) -> None:
+        audit(self.ledger)
+
+    @invariant()
+    def tables_and_free_places_agree_with_the_model(self) -> None:
+        taken, visible = self.model.taken(), set(self.model.visible.values())
+        for room in self.ledger.rooms.values():
+            for group, shelf in enumerate(room.shelves):
+                states = {Spot(room.namespace.id, group, place): state for place, state in slots(shelf)}
+                occupied = {spot for spot, state in states.items() if state != FREE}
+                assert {spot for spot, state in states.items() if state == READY} == visible & set(states)
+                assert taken & set(states) <= occupied
+                # In grace a shelf may keep back more than it must, not after.
+                assert self.ledger.in_grace or occupied <= taken
+                assert shelf.free_slots == len(states) - len(occupied)
+
+    @invariant()
+    def ledger_finds_exactly_what_is_visible(self) -> None:
+        for cell in {*self.model.visible, *self.model.claimed}:
+            stripe = self.shelf(cell).get(cell.key)
+            assert stripe is not None
+            assert stripe.ready == (cell in self.model.visible)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        for member in MEMBERS:
+            self.die(member)
+        assert not self.ledger.sessions
+        self.tables_and_free_places_agree_with_the_model()
+        for room in self.ledger.rooms.values():
+            for shelf in room.shelves:
+                assert shelf.free_slots + len(shelf) == shelf.slots
+                assert all(shelf.is_idle(number) for number in shelf.tables)
+                strangers = keys(shelf.slots, "stranger")
+                assert None not in [shelf.take(key, None, temporary=False) for key in strangers]
+        self._stop()
+        shutil.rmtree(self.root)
+
+
+def slots(shelf: Shelf) -> Iterator[tuple[Place, int]]:
+    for number, table in shelf.tables.items():
+        assert isinstance(table, StripeTable)
+        yield from ((place_of(number, slot), table.state(slot)) for slot in range(table.slots))
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(
+    max_examples=250, stateful_step_count=50, deadline=None, derandomize=True, database=None
+)

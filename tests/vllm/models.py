@@ -1,0 +1,153 @@
+"""Tiny models with random weights, one per kind of KV cache that the connector must carry.
+
+A model is a folder of a config and float32 safetensors, 10 to 20 MB, the same on every run. The weights are
+drawn so that every layer's attention picks a few tokens out of hundreds (see `_draw`): the next token then
+depends on far context, and a wrong block of KV shows as wrong tokens. There is no tokenizer: prompts are
+token ids.
+
+Making a model needs torch and transformers, so this file is also a program for vLLM's interpreter:
+    python models.py KIND CACHE_DIR      prints the model's folder
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+VOCAB = 4096
+SEED = 20
+
+
+class Kind(NamedTuple):
+    """A model of one kind: what transformers builds it from, and what vLLM needs to run it exactly on a CPU."""
+
+    family: str  # transformers' model_type
+    config: dict[str, Any]
+    options: dict[str, Any]  # keyword arguments of vllm.LLM
+    block: int  # tokens of a block that vLLM settles on
+    window: int | None = None  # tokens, of the layers that have one
+
+
+_SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+KINDS = {
+    "gqa": Kind("llama", _SMALL | {"num_hidden_layers": 4}, {}, block=128),
+    "mla": Kind(
+        "deepseek_v3",
+        _SMALL
+        | {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "head_dim": None,
+            "kv_lora_rank": 512,  # with the 64 of rope the only MLA head that vLLM's CPU kernel has
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": 64,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 128,
+            "topk_method": "noaux_tc",
+        },
+        {
+            # vLLM 0.32's CPU rope kernel is wrong for the strided query that MLA gives it.
+            "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+            # Where the CPU has AMX, vLLM would take another backend, with blocks of 128 tokens.
+            "attention_config": {"backend": "CPU_MLA"},
+        },
+        block=16,
+    ),
+    "hybrid": Kind(
+        "gemma3_text",
+        _SMALL
+        | {
+            "num_hidden_layers": 6,
+            "query_pre_attn_scalar": 64,
+            "sliding_window": 256,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+        },
+        {},
+        block=128,
+        window=256,
+    ),
+    "moe": Kind(
+        "mixtral",
+        _SMALL | {"num_hidden_layers": 3, "intermediate_size": 256, "num_local_experts": 4},
+        {},
+        block=128,
+    ),
+}
+
+
+def model_folder(kind: str, cache: Path) -> Path:
+    """Where the model is or will be. Another version of this file makes another folder."""
+    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    return cache / f"{kind}-{digest}"
+
+
+def make_model(kind: str, cache: Path) -> Path:
+    """The folder of a model of that kind, made under `cache` unless it is there. Safe to call from many
+    processes.
+    """
+    folder = model_folder(kind, cache)
+    if folder.exists():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=cache, prefix=f".{kind}-"))
+    try:
+        _build(KINDS[kind], temporary)
+        os.rename(temporary, folder)
+    except OSError:  # somebody else was faster
+        if not folder.exists():
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _build(kind: Kind, folder: Path) -> None:
+    import torch  # noqa: PLC0415 -- the project's own interpreter has none
+    import transformers  # noqa: PLC0415
+
+    config = transformers.AutoConfig.for_model(kind.family, **kind.config)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            if weight.dim() > 1:
+                weight.copy_(_draw(name, weight.shape, generator))
+    model.save_pretrained(folder, safe_serialization=True)
+
+
+def _draw(name: str, shape: Any, generator: Any) -> Any:
+    """Weights that keep every activation near 1, but queries and keys near 1.5.
+
+    Attention scores then spread by about 2, so that a head listens to some ten of a thousand tokens.
+    """
+    import torch  # noqa: PLC0415 -- the project's own interpreter has none
+
+    scale = 1.0 if "embed" in name else float(shape[-1]) ** -0.5
+    if any(part in name for part in ("q_proj", "k_proj", "kv_a_proj")):
+        scale *= 1.5
+    return torch.randn(shape, generator=generator) * scale
+
+
+if __name__ == "__main__":
+    print(make_model(sys.argv[1], Path(sys.argv[2])))
