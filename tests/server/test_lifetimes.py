@@ -146,12 +146,6 @@ def test_a_lease_of_another_session_is_not_yours(server, engine, raw):
     assert one.read(hit) == []
 
 
-def test_a_lease_of_an_earlier_server_is_a_counted_nothing(server, raw):
-    client = raw(hello("worker"))
-    assert client.ask(m.Release(1, 0, 1), m.Commit(2, 0, 1)) == (m.Settled(0), m.Settled(0))
-    assert server.status().counts["stale"] == 2
-
-
 # -- servers that die
 
 
@@ -293,7 +287,7 @@ def test_without_a_pidfd_a_lost_connection_is_waited_out(tmp_path, monkeypatch):
     async def live():
         ledger, link = Ledger(epoch=1, hold_limit=1 << 20), NoLink()
         everybody = members.Members(ledger, tmp_path / "roster", lambda: None)
-        for _ in range(2):  # the second time as somebody who came back: the first quarantine is void
+        for _ in range(2):  # the second time as somebody who came back
             rank = everybody.attach(hello("worker"), peer.Peer(near), link)
             everybody.lost(rank, link)
             assert "raw" in ledger.sessions

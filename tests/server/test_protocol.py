@@ -154,6 +154,12 @@ def test_after_leave_a_connection_holds_nothing_more(server, raw, engine):
     assert client.ask(m.Reserve(ONE.id, SOME_KEYS))[0].code == "not_attached"
 
 
+def test_a_lease_of_an_earlier_server_is_a_counted_nothing(server, raw):
+    client = raw(hello("worker"))
+    assert client.ask(m.Release(1, 0, 1), m.Commit(2, 0, 1)) == (m.Settled(0), m.Settled(0))
+    assert server.status().counts["stale"] == 2
+
+
 def test_pipelined_requests_are_answered_in_order(server, raw):
     client = raw(hello())
     client.register(ONE)

@@ -1,0 +1,139 @@
+"""Real vLLM, real server: whatever comes from the cache gives the tokens that computing gives.
+
+Each case runs two engines. The first computes every prompt alone (a salt of its own keeps it from finding anything),
+then stores, then reloads what it stored. The server is killed and restarted. The second engine, with vLLM's own prefix
+cache on, loads what the first one computed, and then has part of it itself.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.server.conftest import ServerProcess
+from tests.vllm.harness import VllmEngine, prompts_around_borders
+from tests.vllm.models import KINDS
+
+pytestmark = pytest.mark.timeout(600)
+
+CHUNK = 128
+
+
+class Case(NamedTuple):
+    kind: str
+    options: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    groups: int = 1
+    prefix_caching: bool = True  # vLLM has none for MLA on a CPU
+
+
+CASES = {
+    "gqa": Case("gqa"),
+    "mla": Case("mla", prefix_caching=False),
+    "hybrid": Case("hybrid", groups=2),
+    "hybrid, one group": Case("hybrid", {"disable_hybrid_kv_cache_manager": True}),
+    "moe": Case("moe"),
+    "gqa, tp 2": Case("gqa", {"tensor_parallel_size": 2}),
+    "mla, tp 2": Case("mla", {"tensor_parallel_size": 2}, prefix_caching=False),
+}
+
+
+@pytest.fixture
+def serve(stopped_server: ServerProcess) -> ServerProcess:
+    return stopped_server.start(memory="512MiB")
+
+
+def hit_chunks(server: ServerProcess) -> int:
+    return sum(session.counts.get("hit_chunks", 0) for session in server.status().sessions)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_from_the_cache_are_those_of_computing(name: str, serve: ServerProcess, tmp_path: Path) -> None:
+    case = CASES[name]
+    prompts = prompts_around_borders(KINDS[case.kind].block, CHUNK, seed=7)
+    whole = [len(prompt) // CHUNK * CHUNK for prompt in prompts]
+    connector = {"socket": str(serve.socket), "lookup_timeout_ms": 5000}
+    later = case.options | {"enable_prefix_caching": case.prefix_caching}
+    with (
+        VllmEngine(case.kind, tmp_path / "first", connector=connector, **case.options) as first,
+        VllmEngine(case.kind, tmp_path / "second", connector=connector, **later) as second,
+    ):
+        cold = [first.round([prompt], salt=f"alone {number}") for number, prompt in enumerate(prompts)]
+        truth = [answer.tokens[0] for answer in cold]
+        assert [answer.cached[0] for answer in cold] == [0] * len(prompts)
+
+        assert first.round(prompts).tokens == truth
+        reloaded = first.round(prompts)
+        assert reloaded.tokens == truth
+        block = first.ready()["block"]
+        assert reloaded.cached == [min(tokens, (len(p) - 1) // block * block) for tokens, p in zip(whole, prompts, strict=True)]
+        [report] = serve.status().namespaces
+        assert len(report.groups) == case.groups
+        assert report.shards == (2 if name == "gqa, tp 2" else 1)
+
+        serve.restart()
+        loaded = second.round(prompts)
+        assert loaded.tokens == truth
+        assert sum(loaded.cached) >= 0.9 * sum(reloaded.cached)
+        assert loaded.external[0] > 0
+        assert hit_chunks(serve) > 0
+        again = second.round([prompt + prompt[: CHUNK // 2] for prompt in prompts])
+        assert again.tokens == [first.round([p + p[: CHUNK // 2]], salt=f"longer {n}").tokens[0] for n, p in enumerate(prompts)]
+    status = serve.status()
+    assert status.counts.get("corrupt", 0) == 0
+    assert [(session.leases, session.held_bytes) for session in status.sessions] == [(0, 0)] * len(status.sessions)
+
+
+def flip_a_bit_in_every_slot(folder: Path) -> int:
+    flipped = 0
+    for path in folder.rglob("*.slab"):
+        with path.open("r+b") as slab:
+            size = path.stat().st_size
+            for at in range(4096 + 64, size, 4096):
+                slab.seek(at)
+                byte = slab.read(1)
+                slab.seek(at)
+                slab.write(bytes([byte[0] ^ 1]))
+                flipped += 1
+    return flipped
+
+
+@pytest.mark.parametrize("kind", ["gqa", "hybrid"])
+def test_corrupted_slots_are_caught_and_computed_again(kind: str, serve: ServerProcess, tmp_path: Path) -> None:
+    prompts = prompts_around_borders(KINDS[kind].block, CHUNK, seed=8)[-4:]
+    connector = {"socket": str(serve.socket), "lookup_timeout_ms": 5000}
+    with VllmEngine(kind, tmp_path / "engine", connector=connector) as engine:
+        truth = [engine.round([p], salt=f"alone {n}").tokens[0] for n, p in enumerate(prompts)]
+        assert engine.round(prompts).tokens == truth
+        assert flip_a_bit_in_every_slot(serve.folder) > 0
+        assert engine.round(prompts).tokens == truth
+        assert serve.status().counts["corrupt"] > 0
+        healed = engine.round(prompts)
+        assert healed.tokens == truth
+        assert sum(healed.cached) > 0, "what was computed again was not stored again"
+
+
+def test_an_engine_computes_while_there_is_no_server_and_comes_back(
+    stopped_server: ServerProcess, tmp_path: Path
+) -> None:
+    prompts = prompts_around_borders(128, CHUNK, seed=9)[-4:]
+    connector = {"socket": str(stopped_server.socket), "lookup_timeout_ms": 5000}
+    with VllmEngine("gqa", tmp_path / "engine", connector=connector) as engine:
+        without = engine.round(prompts)
+        assert sum(without.cached) == 0
+        stopped_server.start(memory="512MiB")
+        connected_tokens = _until_cached(engine, prompts)
+        assert all(tokens == without.tokens for tokens in connected_tokens)
+        stopped_server.kill()
+        assert engine.round(prompts).tokens == without.tokens
+    stopped_server.start()
+
+
+def _until_cached(engine: VllmEngine, prompts: list[list[int]]) -> Iterator[list[tuple[int, ...]]]:
+    """Rounds until one hits: how long reconnecting and storing take is not this test's business."""
+    for _ in range(20):
+        answer = engine.round(prompts)
+        yield answer.tokens
+        if sum(answer.cached):
+            return
+    pytest.fail("the engine never came back to the cache")
