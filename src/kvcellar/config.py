@@ -10,11 +10,13 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from kvcellar.errors import ConfigError
 
+_MAX_BYTES = 1 << 50
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "KB": 10**3, "MB": 10**6}
 _UNITS |= {"GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -24,7 +26,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if not match or match[2].upper() not in _UNITS:
         raise ValueError("a size such as 512MiB or 64GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    size = Decimal(match[1]) * _UNITS[match[2].upper()]
+    if size > _MAX_BYTES:
+        raise ValueError("at most 1024TiB")
+    return int(size)
 
 
 def _memory(text: str) -> int:
@@ -68,9 +73,12 @@ def _level(text: str) -> str:
 
 
 def _path(text: str) -> Path:
-    if not text:
+    if not text or "\0" in text:
         raise ValueError("a path")
-    return Path(text).expanduser().absolute()
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError:
+        raise ValueError("a path; that user has no home") from None
 
 
 class _Setting(NamedTuple):

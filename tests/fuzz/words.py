@@ -1,4 +1,5 @@
-"""What a fuzzer says: frames of every kind of wrongness, and some that are right, from a seeded random source.
+"""What a fuzzer says: frames of every kind of wrongness, and some that are right, from a seeded random
+source.
 
 An act is one connection: its first byte, its frames, and what comes of it as far as can be known beforehand.
 Knows no sockets.
@@ -16,6 +17,7 @@ from kvcellar.wire import CONTROL, DESCRIPTOR, MAX_FRAME, encode
 from kvcellar.wire import messages as m
 
 LEASE_BITS = 40
+HEALTHY = "healthy"  # the session of the client that behaves
 
 
 class Frame(NamedTuple):
@@ -24,7 +26,9 @@ class Frame(NamedTuple):
 
 
 class Act(NamedTuple):
-    """`answered` frames get a Reply each, the first of them by Welcome if it is Hello; `last` ends the connection."""
+    """`answered` frames get a Reply each, the first of them by Welcome if it is Hello; `last` ends the
+    connection.
+    """
 
     opening: bytes
     answered: list[Frame]
@@ -50,6 +54,8 @@ def namespace(number: int = 0, **changes: Any) -> Namespace:
 
 NAMESPACES = [namespace(number) for number in range(4)]
 _RANKS = 3
+# Many of these in one request would be a large frame, or a large answer, and not another kind of wrong.
+_ALONE = ("large", "not allowed in this role")
 _ROLES = ("scheduler", "scheduler", "worker", "worker", "admin")
 
 
@@ -66,7 +72,9 @@ class Words:
         self._role = "admin"
 
     def act(self, session: str) -> Act:
-        self._session = session if self.random.random() < 0.98 else f"{session}-{self.random.getrandbits(40):x}"
+        self._session = (
+            session if self.random.random() < 0.98 else f"{session}-{self.random.getrandbits(40):x}"
+        )
         draw = self.random.random()
         if draw < 0.04:
             return Act(b"", [], self._wrong_start(), is_open_ended=True)
@@ -92,7 +100,8 @@ class Words:
     def _request(self) -> Frame:
         kind = self.random.choice(tuple(self._OPERATIONS))
         make = self._OPERATIONS[kind]
-        many = 1 if self.random.random() < 0.95 else self.random.choice((2, 16, m.MAX_OPS))
+        several = kind not in _ALONE and self.random.random() < 0.05
+        many = self.random.choice((2, 16, m.MAX_OPS)) if several else 1
         return Frame(kind, self._frame(tuple(make(self) for _ in range(many))))
 
     def _frame(self, ops: tuple[m.Operation, ...]) -> bytes:
@@ -108,7 +117,9 @@ class Words:
         return kind(self._lease(), *self._span())
 
     def _condemn(self) -> m.Operation:
-        return m.Condemn(self._lease(), self.random.choice((0, 1, 63)), self.random.choice((0, 7, m.MAX_KEYS)))
+        return m.Condemn(
+            self._lease(), self.random.choice((0, 1, 63)), self.random.choice((0, 7, m.MAX_KEYS))
+        )
 
     def _out_of_order(self) -> m.Operation:
         space = self._space_id()
@@ -203,7 +214,7 @@ class Words:
         return _framed(msgspec.msgpack.encode([name, *fields]))
 
     def _wrong_operations(self, _attached: bool) -> bytes:
-        name = self.random.choice(("Ping", "Lookup", "Reserve", "Commit", "Register", "Clear", "Reply"))
+        name = self.random.choice(("Ping", "Lookup", "Reserve", "Commit", "Register", "Reply"))
         op = [name, *(self._value(2) for _ in range(self.random.randrange(1, 6)))]
         ops: list[Any] = [op] * self.random.choice((1, 2, m.MAX_OPS + 1))
         return _framed(msgspec.msgpack.encode(["Request", self.random.choice((1, -1, 1 << 62)), 50, ops]))
@@ -212,7 +223,9 @@ class Words:
         data = bytearray((self._valid if attached else self._hello)().data)
         for _ in range(self.random.choice((1, 1, 2, 5))):
             at = self.random.randrange(len(data))
-            data[at] = self.random.choice((data[at] ^ 1 << self.random.randrange(8), self.random.randrange(256)))
+            data[at] = self.random.choice(
+                (data[at] ^ 1 << self.random.randrange(8), self.random.randrange(256))
+            )
         return bytes(data)
 
     def _truncated(self, attached: bool) -> bytes:
@@ -224,7 +237,9 @@ class Words:
 
     def _deep(self, _attached: bool) -> bytes:
         depth = self.random.choice((100, 3000, 100_000))
-        return _framed(b"\x91" * depth + b"\xc0" if self.random.random() < 0.5 else b"\x92\xa7Request" * depth)
+        return _framed(
+            b"\x91" * depth + b"\xc0" if self.random.random() < 0.5 else b"\x92\xa7Request" * depth
+        )
 
     def _giant_claim(self, _attached: bool) -> bytes:
         """Arrays, maps, strings and ext values that say they are enormous."""
@@ -233,11 +248,19 @@ class Words:
         return _framed(before + claim + self.random.randbytes(10))
 
     def _invalid_utf8(self, _attached: bool) -> bytes:
-        return _framed(encode(m.Hello(m.PROTOCOL_VERSION, "worker", "x" * 40))[4:].replace(b"xx", b"\xff\xfe"))
+        return _framed(
+            encode(m.Hello(m.PROTOCOL_VERSION, "worker", "x" * 40))[4:].replace(b"xx", b"\xff\xfe")
+        )
 
     def _wrong_turn(self, attached: bool) -> bytes:
         """A second Hello; or a request before the first."""
         return self._hello().data if attached else self._valid().data
+
+    def _taken(self, attached: bool) -> bytes:
+        """The rank of a live process."""
+        if attached:
+            return self._noise_in_frame(attached)
+        return encode(m.Hello(m.PROTOCOL_VERSION, self.random.choice(("scheduler", "worker")), HEALTHY))
 
     def _wrong_version(self, attached: bool) -> bytes:
         if attached:
@@ -251,7 +274,7 @@ class Words:
         "oversized": (_oversized, False),
         "wrong shape": (_wrong_shape, False),
         "nearly a message": (_nearly_right, True),
-        "wrong operations": (_wrong_operations, False),
+        "wrong operations": (_wrong_operations, True),
         "mutated": (_mutated, True),
         "truncated": (_truncated, True),
         "trailing bytes": (_trailing, False),
@@ -260,12 +283,15 @@ class Words:
         "invalid utf-8": (_invalid_utf8, False),
         "hello twice, or not at all": (_wrong_turn, False),
         "wrong version": (_wrong_version, False),
+        "somebody else's rank": (_taken, False),
     }
 
     # -- other beginnings --------------------------------------------------------------------------------
 
     def _wrong_start(self) -> Frame:
-        first = self.random.choice([byte for byte in range(256) if bytes([byte]) not in (CONTROL, DESCRIPTOR)])
+        first = self.random.choice(
+            [byte for byte in range(256) if bytes([byte]) not in (CONTROL, DESCRIPTOR)]
+        )
         return Frame("wrong first byte", bytes([first]) + self.random.randbytes(self.random.choice((0, 100))))
 
     def _question(self) -> Frame:
@@ -282,7 +308,9 @@ class Words:
         elif draw < 0.4:
             data = data[: self.random.randrange(len(data))]
         elif draw < 0.5:
-            data = bytearray(_framed(bytes(data[4:]).replace(self._session.encode(), b"\xff" * len(self._session))))
+            data = bytearray(
+                _framed(bytes(data[4:]).replace(self._session.encode(), b"\xff" * len(self._session)))
+            )
         return Frame("descriptor question", bytes(data))
 
     # -- values ------------------------------------------------------------------------------------------
@@ -300,7 +328,16 @@ class Words:
 
     def _lease(self) -> int:
         near = self.newest + self.random.randint(-40, 40)
-        guesses = (0, 1, near, near, near, self.epoch << LEASE_BITS, (1 << 62) - 1, self.random.getrandbits(62))
+        guesses = (
+            0,
+            1,
+            near,
+            near,
+            near,
+            self.epoch << LEASE_BITS,
+            (1 << 62) - 1,
+            self.random.getrandbits(62),
+        )
         return max(0, self.random.choice(guesses))
 
     def _span(self) -> tuple[int, int]:

@@ -102,7 +102,6 @@ def test_memory_of_a_stalled_engine_is_not_taken_under_its_hands(small, engine, 
     eventually(lambda: poor.store(16, seed=2).chunks == 16)
 
 
-@pytest.mark.xfail(reason="deadline_ms is not passed on: a reserve waits a second for memory", strict=True)
 def test_a_reserve_that_waits_for_memory_is_answered_within_its_deadline(small, engine, raw, child):
     rich = child(session="rich")
     for seed in range(24):

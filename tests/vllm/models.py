@@ -1,7 +1,7 @@
 """Tiny models with random weights, one per kind of KV cache that the connector must carry.
 
 A model is a folder of a config and float32 safetensors, 10 to 20 MB, the same on every run. The weights are
-drawn so that every layer's attention picks a few tokens out of hundreds (see `_draw`): the next token then
+drawn so that every layer's attention picks a few tokens out of hundreds (see SHARP): the next token then
 depends on far context, and a wrong block of KV shows as wrong tokens. There is no tokenizer: prompts are
 token ids.
 
@@ -21,16 +21,20 @@ from typing import Any, NamedTuple
 
 VOCAB = 4096
 SEED = 20
+# How large queries and keys are. Attention scores then spread by about its square, 2.25, so that a head listens
+# to some ten of a thousand tokens.
+SHARP = 1.5
 
 
 class Kind(NamedTuple):
-    """A model of one kind: what transformers builds it from, and what vLLM needs to run it exactly on a CPU."""
+    """A model of one kind: what transformers builds it from, and what vLLM needs to run it right."""
 
     family: str  # transformers' model_type
     config: dict[str, Any]
     options: dict[str, Any]  # keyword arguments of vllm.LLM
     block: int  # tokens of a block that vLLM settles on
     window: int | None = None  # tokens, of the layers that have one
+    embedding: float = 1.0  # spread of the embedding, before the model scales it
 
 
 _SMALL = {
@@ -86,6 +90,7 @@ KINDS = {
         {},
         block=128,
         window=256,
+        embedding=256**-0.5,  # Gemma multiplies it by the root of hidden_size
     ),
     "moe": Kind(
         "mixtral",
@@ -131,22 +136,18 @@ def _build(kind: Kind, folder: Path) -> None:
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
-            if weight.dim() > 1:
-                weight.copy_(_draw(name, weight.shape, generator))
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                weight.fill_(SHARP - 1)  # Gemma adds 1
+            elif weight.dim() > 1:
+                spread = kind.embedding if "embed" in name else _spread(name, weight.shape[-1])
+                weight.copy_(torch.randn(weight.shape, generator=generator) * spread)
     model.save_pretrained(folder, safe_serialization=True)
 
 
-def _draw(name: str, shape: Any, generator: Any) -> Any:
-    """Weights that keep every activation near 1, but queries and keys near 1.5.
-
-    Attention scores then spread by about 2, so that a head listens to some ten of a thousand tokens.
-    """
-    import torch  # noqa: PLC0415 -- the project's own interpreter has none
-
-    scale = 1.0 if "embed" in name else float(shape[-1]) ** -0.5
-    if any(part in name for part in ("q_proj", "k_proj", "kv_a_proj")):
-        scale *= 1.5
-    return torch.randn(shape, generator=generator) * scale
+def _spread(name: str, inputs: int) -> float:
+    """Keeps every activation near 1, but queries and keys near SHARP."""
+    sharp = any(part in name for part in ("q_proj", "k_proj", "kv_a_proj"))
+    return (SHARP if sharp else 1.0) * float(inputs) ** -0.5
 
 
 if __name__ == "__main__":

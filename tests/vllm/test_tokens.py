@@ -1,8 +1,8 @@
 """Real vLLM, real server: whatever comes from the cache gives the tokens that computing gives.
 
-Each case runs two engines. The first computes every prompt alone (a salt of its own keeps it from finding anything),
-then stores, then reloads what it stored. The server is killed and restarted. The second engine, with vLLM's own prefix
-cache on, loads what the first one computed, and then has part of it itself.
+Each case runs two engines. The first computes every prompt alone (a salt of its own keeps it from finding
+anything), then stores, then reloads what it stored. The server is killed and restarted. The second engine,
+with vLLM's own prefix cache on, loads what the first one computed, and then has part of it itself.
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,9 @@ def hit_chunks(server: ServerProcess) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_from_the_cache_are_those_of_computing(name: str, serve: ServerProcess, tmp_path: Path) -> None:
+def test_tokens_from_the_cache_are_those_of_computing(
+    name: str, serve: ServerProcess, tmp_path: Path
+) -> None:
     case = CASES[name]
     prompts = prompts_around_borders(KINDS[case.kind].block, CHUNK, seed=7)
     whole = [len(prompt) // CHUNK * CHUNK for prompt in prompts]
@@ -66,7 +68,9 @@ def test_tokens_from_the_cache_are_those_of_computing(name: str, serve: ServerPr
         reloaded = first.round(prompts)
         assert reloaded.tokens == truth
         block = first.ready()["block"]
-        assert reloaded.cached == [min(tokens, (len(p) - 1) // block * block) for tokens, p in zip(whole, prompts, strict=True)]
+        assert reloaded.cached == [
+            min(tokens, (len(p) - 1) // block * block) for tokens, p in zip(whole, prompts, strict=True)
+        ]
         [report] = serve.status().namespaces
         assert len(report.groups) == case.groups
         assert report.shards == (2 if name == "gqa, tp 2" else 1)
@@ -78,10 +82,14 @@ def test_tokens_from_the_cache_are_those_of_computing(name: str, serve: ServerPr
         assert loaded.external[0] > 0
         assert hit_chunks(serve) > 0
         again = second.round([prompt + prompt[: CHUNK // 2] for prompt in prompts])
-        assert again.tokens == [first.round([p + p[: CHUNK // 2]], salt=f"longer {n}").tokens[0] for n, p in enumerate(prompts)]
+        assert again.tokens == [
+            first.round([p + p[: CHUNK // 2]], salt=f"longer {n}").tokens[0] for n, p in enumerate(prompts)
+        ]
     status = serve.status()
     assert status.counts.get("corrupt", 0) == 0
-    assert [(session.leases, session.held_bytes) for session in status.sessions] == [(0, 0)] * len(status.sessions)
+    assert [(session.leases, session.held_bytes) for session in status.sessions] == [(0, 0)] * len(
+        status.sessions
+    )
 
 
 def flip_a_bit_in_every_slot(folder: Path) -> int:
@@ -99,7 +107,9 @@ def flip_a_bit_in_every_slot(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("kind", ["gqa", "hybrid"])
-def test_corrupted_slots_are_caught_and_computed_again(kind: str, serve: ServerProcess, tmp_path: Path) -> None:
+def test_corrupted_slots_are_caught_and_computed_again(
+    kind: str, serve: ServerProcess, tmp_path: Path
+) -> None:
     prompts = prompts_around_borders(KINDS[kind].block, CHUNK, seed=8)[-4:]
     connector = {"socket": str(serve.socket), "lookup_timeout_ms": 5000}
     with VllmEngine(kind, tmp_path / "engine", connector=connector) as engine:

@@ -174,7 +174,7 @@ class SchedulerClient:
         return self.connected
 
     def close(self) -> None:
-        """Leave for good: everything this side still held is given back."""
+        """Leave for good: all is given back but the shares of ranks that live on; those are theirs."""
         self._stopped.set()
         self._leave()
         self._thread.join(2 * _CONNECT_S)

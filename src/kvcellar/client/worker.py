@@ -122,9 +122,10 @@ class WorkerClient:
             return self._state.wait_for(lambda: self._epoch != 0, timeout)
 
     def close(self) -> None:
-        """Leave for good. No copy may be under way."""
+        """Leave for good, when all that was said has been heard. No copy may be under way."""
         if self._stopped.is_set():
             return
+        self.flush(_SEND_S)
         self._stopped.set()
         self._wake()
         self._thread.join(_CONNECT_S + _SEND_S)
@@ -230,7 +231,8 @@ class WorkerClient:
 
     def _map_all(self, registered: m.Registered) -> None:
         for group, rack in registered.racks:
-            self._map(registered.namespace, group, rack)
+            with contextlib.suppress(Rejected):  # gone again already
+                self._map(registered.namespace, group, rack)
 
     def _map(self, namespace: bytes, group: int, rack: int) -> None:
         if self.namespace is None or namespace != self.namespace.id or (group, rack) in self._slabs:

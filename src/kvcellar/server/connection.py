@@ -116,7 +116,7 @@ class Connection(asyncio.Protocol):
             self.send(welcome)
 
     def _on_request(self, caller: Caller, request: m.Request) -> None:
-        results = [self._perform(caller, op) for op in request.ops]
+        results = [self._perform(caller, op, request.deadline_ms / 1000) for op in request.ops]
         if not any(map(inspect.isawaitable, results)):
             self.send(m.Reply(request.id, cast(tuple[m.Result, ...], tuple(results))))
             return
@@ -130,11 +130,11 @@ class Connection(asyncio.Protocol):
         settled = [await _settle(r) if inspect.isawaitable(r) else r for r in results]
         self.send(m.Reply(request.id, cast(tuple[m.Result, ...], tuple(settled))))
 
-    def _perform(self, caller: Caller, op: m.Operation) -> m.Message | Awaitable[m.Message]:
+    def _perform(self, caller: Caller, op: m.Operation, patience: float) -> m.Message | Awaitable[m.Message]:
         try:
             if len(self._waiting) >= _MAX_WAITING and isinstance(op, m.Reserve):
                 raise Overloaded(f"{_MAX_WAITING} requests are waiting on this connection")
-            return self._operations.perform(caller, op)
+            return self._operations.perform(caller, op, patience)
         except Exception as error:  # noqa: BLE001 - whatever breaks, the client gets an answer
             return _failure(error)
 

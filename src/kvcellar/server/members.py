@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -27,6 +27,17 @@ log = logging.getLogger(__name__)
 
 # Longer than any copy takes: the only guess in the system, and only where the kernel cannot tell.
 QUARANTINE_S = 30.0
+
+
+class Entry(NamedTuple):
+    """A line of the roster: a worker that may be copying on this server's word."""
+
+    session: str
+    rank: int
+    process: Process
+
+    def is_of(self, session: str, rank: int, process: Process) -> bool:
+        return (self.session, self.rank) == (session, rank) and self.process.same_as(process)
 
 
 class Link(Protocol):
@@ -54,7 +65,7 @@ class Members:
         self._ledger = ledger
         self._roster = roster
         self._changed = changed  # somebody left or gave up a mapping
-        self._awaited: dict[Process, int | None] = {}  # of an earlier server, with their pidfd
+        self._awaited: dict[Entry, int | None] = {}  # workers of an earlier server, with their pidfd
         self._loop = asyncio.get_running_loop()
         self._grace_timer: asyncio.TimerHandle | None = None
 
@@ -75,7 +86,7 @@ class Members:
             self._loop.add_reader(peer.pidfd, self._on_death, member)
         self._write_roster()
         if rank != SCHEDULER:  # the scheduler side of the same process says nothing of copies under way
-            self._settle_awaited(peer.process)
+            self._settle_awaited(lambda entry: entry.is_of(hello.session, rank, peer.process))
         self._changed()
         return member
 
@@ -154,21 +165,21 @@ class Members:
     def begin_grace(self, seconds: float) -> None:
         """Wait for the processes that an earlier server knew."""
         self._ledger.set_grace(True)
-        for process in self._read_roster():
-            pidfd = open_process(process.pid, process.started) if process.pid else None
-            if pidfd is None and process.pid:
+        for entry in self._read_roster():
+            pidfd = open_process(entry.process.pid, entry.process.started) if entry.process.pid else None
+            if pidfd is None and entry.process.pid:
                 continue  # gone
-            self._awaited[process] = pidfd
+            self._awaited[entry] = pidfd
             if pidfd is not None:
-                self._loop.add_reader(pidfd, self._settle_awaited, process)
+                self._loop.add_reader(pidfd, self._settle_awaited, entry.__eq__)
         self._grace_timer = self._loop.call_later(seconds, self._end_grace)
         if not self._awaited:
             self._end_grace()
 
-    def _settle_awaited(self, process: Process) -> None:
-        """This process holds nothing of an earlier server's any more: it attached again, or it is gone."""
-        for awaited in [one for one in self._awaited if one.same_as(process)]:
-            pidfd = self._awaited.pop(awaited)
+    def _settle_awaited(self, is_settled: Callable[[Entry], bool]) -> None:
+        """These hold nothing of an earlier server's any more: they attached again, or they are gone."""
+        for entry in [entry for entry in self._awaited if is_settled(entry)]:
+            pidfd = self._awaited.pop(entry)
             if pidfd is not None:
                 self._loop.remove_reader(pidfd)
                 os.close(pidfd)
@@ -180,26 +191,25 @@ class Members:
             return
         self._grace_timer.cancel()
         self._grace_timer = None
-        for process in list(self._awaited):
-            pidfd = self._awaited.pop(process)
-            if pidfd is not None:
-                self._loop.remove_reader(pidfd)
-                os.close(pidfd)
+        self._settle_awaited(lambda _: True)
         self._ledger.set_grace(False)
         self._write_roster()
 
     def _write_roster(self) -> None:
-        workers = {member.peer.process for member in self.all.values() if member.rank != SCHEDULER}
-        processes = workers | set(self._awaited)
+        workers = {
+            Entry(name, rank, member.peer.process)
+            for (name, rank), member in self.all.items()
+            if rank != SCHEDULER
+        }
         draft = self._roster.with_suffix(".draft")
-        draft.write_bytes(msgspec.json.encode(processes))
+        draft.write_bytes(msgspec.json.encode(workers | set(self._awaited)))
         draft.replace(self._roster)
 
-    def _read_roster(self) -> list[Process]:
+    def _read_roster(self) -> list[Entry]:
         try:
-            return msgspec.json.decode(self._roster.read_bytes(), type=list[Process])
+            return msgspec.json.decode(self._roster.read_bytes(), type=list[Entry])
         except FileNotFoundError:
             return []
         except msgspec.MsgspecError as error:
             log.warning("the roster cannot be read, waiting out the grace time: %s", error)
-            return [Process(0, 0, 0)]
+            return [Entry("", 0, Process(0, 0, 0))]

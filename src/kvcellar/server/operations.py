@@ -63,7 +63,6 @@ class Operations:
             m.Ping: lambda _caller, _op: m.Pong(),
             m.Register: self._register,
             m.Lookup: self._lookup,
-            m.Reserve: self._reserve,
             m.Release: self._release,
             m.Commit: self._commit,
             m.Abort: self._abort,
@@ -75,7 +74,10 @@ class Operations:
             m.Pin: self._pin,
         }
 
-    def perform(self, caller: Caller, op: m.Operation) -> m.Message | Awaitable[m.Message]:
+    def perform(self, caller: Caller, op: m.Operation, patience: float) -> m.Message | Awaitable[m.Message]:
+        """`patience`: seconds after which the caller has no use for an answer."""
+        if isinstance(op, m.Reserve):
+            return self._reserve(caller, op, patience)
         return self._handlers[type(op)](caller, op)
 
     def _register(self, caller: Caller, op: m.Register) -> m.Message:
@@ -100,11 +102,11 @@ class Operations:
         grant = self._ledger.lookup(caller.member.session, NamespaceId(op.namespace), m.split_keys(op.keys))
         return self._granted(grant)
 
-    def _reserve(self, caller: Caller, op: m.Reserve) -> m.Message | Awaitable[m.Message]:
+    def _reserve(self, caller: Caller, op: m.Reserve, patience: float) -> m.Message | Awaitable[m.Message]:
         self._refuse_when_draining()
         member, keys = caller.member, m.split_keys(op.keys)
         if self._growth(op, len(keys)):
-            return self._reserve_later(member, op, keys)
+            return self._reserve_later(member, op, keys, min(patience, _GROWTH_WAIT_S))
         return self._reserve_now(member, op, keys)
 
     def _reserve_now(self, member: Member, op: m.Reserve, keys: list[ChunkKey]) -> m.Message:
@@ -112,8 +114,10 @@ class Operations:
         grant = self._ledger.reserve(member.session, NamespaceId(op.namespace), keys, parent, op.groups)
         return self._granted(grant)
 
-    async def _reserve_later(self, member: Member, op: m.Reserve, keys: list[ChunkKey]) -> m.Message:
-        give_up = time.monotonic() + _GROWTH_WAIT_S
+    async def _reserve_later(
+        self, member: Member, op: m.Reserve, keys: list[ChunkKey], patience: float
+    ) -> m.Message:
+        give_up = time.monotonic() + patience
         while (growth := self._growth(op, len(keys))) and (left := give_up - time.monotonic()) > 0:
             await asyncio.wait(growth, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if member.link is None or self._members.all.get((member.session.name, member.rank)) is not member:

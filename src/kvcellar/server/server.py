@@ -195,6 +195,7 @@ def _listen(path: Path) -> socket.socket:
     """A private socket. A dead server's leftover is replaced; a live one, or any other file, is not."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_parent(path.parent)
         if path.exists() or path.is_symlink():
             _remove_leftover(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -210,6 +211,14 @@ def _listen(path: Path) -> socket.socket:
         raise StartupError(
             f"cannot listen on {path}: {error.strerror or error}; choose another --socket"
         ) from None
+
+
+def _check_parent(folder: Path) -> None:
+    """Whoever can replace the socket can pose as the server."""
+    status = folder.stat()
+    open_to_others = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+    if status.st_uid not in (0, os.geteuid()) or open_to_others:
+        raise StartupError(f"others can write to {folder}; choose another --socket")
 
 
 def _remove_leftover(path: Path) -> None:

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 # After the file system refused to grow: it is asked again, but not at every store.
 _RETRY_S = 5.0
+# How long the engines that map a rack have to let go of it, before another rack is tried.
+_RETURN_S = 0.5
 
 
 class Steward:
@@ -31,7 +33,7 @@ class Steward:
         self._threads = ThreadPoolExecutor(2, "kvcellar-racks")
         self._growing: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._retry_at = 0.0
-        self._released = asyncio.Event()
+        self._returned = asyncio.Event()
         self.leaving: set[RackKey] = set()
         self.members: Members | None = None  # set once by the server; the two need each other
 
@@ -118,24 +120,28 @@ class Steward:
             if self._ledger.rooms[NamespaceId(name)].pinned:
                 continue
             for key in sorted((key for key in self._arena.racks if key.namespace == name), reverse=True):
-                if key not in self.leaving and self._ledger.rooms[key.namespace].shelves[key.group].is_idle(
-                    key.number
-                ):
+                shelf = self._ledger.rooms[key.namespace].shelves[key.group]
+                if key not in self.leaving and shelf.is_idle(key.number):
                     return key
         return None
 
     async def _take_back(self, key: RackKey) -> None:
         assert self.members is not None
         self.members.tell(key.namespace, RackLeaving(*key))
-        while self.members.mapping(key):
-            self._released.clear()
-            await self._released.wait()
-        self._arena.remove(key)
-        self.leaving.discard(key)
+        self.released()
+        with contextlib.suppress(TimeoutError):  # a stalled engine: its rack goes when it can, take another
+            async with asyncio.timeout(_RETURN_S):
+                while key in self.leaving:
+                    self._returned.clear()
+                    await self._returned.wait()
 
     def released(self) -> None:
-        """Somebody left or unmapped something."""
-        self._released.set()
+        """Somebody left or unmapped something: return what nobody maps any more."""
+        assert self.members is not None
+        for key in [key for key in self.leaving if not self.members.mapping(key)]:
+            self._arena.remove(key)
+            self.leaving.discard(key)
+            self._returned.set()
 
     async def close(self) -> None:
         for task in list(self._growing.values()):
