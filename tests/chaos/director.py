@@ -107,7 +107,7 @@ class Director:
         if what == "rank":
             living = [(rank, child) for rank, child in engine.ranks.items() if child.alive]
             rank, child = self._random.choice(living) if living else (0, None)
-        if child is None or not child.alive or child.asleep and verb != "kill":
+        if child is None or not child.alive or (child.asleep and verb != "kill"):
             return False
         if verb == "stop":
             self._nap(child)

@@ -5,6 +5,7 @@ Every process gets its orders on stdin and ends when stdin does, so nothing outl
 start, stop, wake and kill; when to do it is for others to say.
 """
 
+import contextlib
 import itertools
 import signal
 import subprocess
@@ -66,11 +67,9 @@ class Child:
 
     def say(self, order: str) -> None:
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it is gone; whoever waits for it will see
             self._process.stdin.write(order.encode() + b"\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it is gone; whoever waits for it will see
 
     def stop(self) -> None:
         self._naps.append([time.monotonic(), float("inf")])
@@ -98,10 +97,8 @@ class Child:
             self._reader.join(_EXIT_S)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                try:
+                with contextlib.suppress(BrokenPipeError):
                     pipe.close()
-                except BrokenPipeError:
-                    pass
         return code
 
     def awake_between(self, began: float, ended: float) -> float:

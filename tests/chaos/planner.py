@@ -90,6 +90,7 @@ class Planner:
         with self._reporter.timed("collect", 0.0):
             granted = self._client.collect()
         for tag, grant in granted:
+            assert isinstance(tag, int)
             reservation = self._reserved.pop(tag, None)
             if reservation is None:
                 self._reporter.broken(f"an answer to a reservation that nobody waits for: {grant}")

@@ -19,7 +19,7 @@ from kvcellar.transfer import HostTransfer
 from tests.chaos.report import Done, Job, Lines, Reporter
 from tests.chaos.world import SPACES, truth
 
-_FLUSH_S, _MAP_S, _CLOSE_S = 0.5, 2.0, 3.0
+_FLUSH_S, _MAP_S, _CLOSE_S = 0.5, 2.0, 4.0
 _SCHEDULER_S = 6.0
 _POISON = 0xEE
 
@@ -85,7 +85,7 @@ class Rank:
     def _store(self, job: Job) -> bool:
         try:
             with self._worker.copying(job.lease) as slots:
-                for group, chunk, place, key in _each(job):
+                for group, _, place, key in _each(job):
                     self._dawdle()
                     with self._reporter.timed("store", _MAP_S):
                         self._parts[group].store(place, key, slots)

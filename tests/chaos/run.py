@@ -16,8 +16,8 @@ from rich.console import Console
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.chaos.director import Director  # noqa: E402 - a script has to find its own package first
-from tests.chaos.score import Score  # noqa: E402 - likewise
+from tests.chaos.director import Director
+from tests.chaos.score import Score
 
 
 def run(faults: int, seed: int, seconds: float, console: Console) -> Score:

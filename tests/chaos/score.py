@@ -51,8 +51,9 @@ class Score:
 
     def progress(self, faults: int, extra: tuple[str, ...]) -> str:
         return (
-            f"{self.counted_faults(extra)} of {faults} faults, {self.counts['requests']} requests, "
-            f"{self.counts['objects_loaded']} objects compared, {len(self.wrong)} wrong, {len(self.late)} late"
+            f"{self.counted_faults(extra)} of {faults} faults, {self.counts['requests']:,} requests, "
+            f"{self.counts['objects_loaded']:,} objects compared, "
+            f"{len(self.wrong)} wrong, {len(self.late)} late"
         )
 
     def violations(self) -> list[str]:

@@ -4,7 +4,7 @@ Knows no sockets and no processes.
 """
 
 import hashlib
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -85,7 +85,7 @@ SPACES = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def prompt(number: int) -> tuple[ChunkKey, ...]:
     """The chunk keys of one prompt; every BRANCHES prompts begin alike."""
     root = number // BRANCHES
@@ -105,6 +105,6 @@ def truth(space: str, shard: int, group: int, key: ChunkKey) -> Bytes:
     return (words * (factor | np.uint64(1)) + addend).view(np.uint8)
 
 
-@lru_cache(maxsize=None)
+@cache
 def object_bytes(space: str, shard: int, group: int) -> int:
     return layout_of(SPACES[space], shard, group).object_bytes

@@ -7,6 +7,7 @@ Prints what became of them, one JSON line now and then. Ends when stdin does.
 
 import contextlib
 import os
+import select
 import socket
 import sys
 import threading
@@ -29,7 +30,6 @@ _SLACK_S = 5.0
 class Progress(msgspec.Struct):
     """Since the last one."""
 
-    frames: int
     connections: int
     silent: int
     outcomes: list[tuple[str, str, int]]  # kind, outcome, how many
@@ -48,7 +48,7 @@ class Silence:
     def tend(self) -> list[str]:
         complaints = []
         while self._open and self._open[0][0] < time.monotonic() - _SILENCE_S - _SLACK_S:
-            opened, sock = self._open.popleft()
+            _, sock = self._open.popleft()
             with contextlib.suppress(ConnectionResetError, BlockingIOError):
                 while data := sock.recv(4096):  # it may be told why
                     assert data
@@ -76,37 +76,49 @@ class Fuzzer:
         self._outcomes: Counter[tuple[str, str]] = Counter()
         self._complaints: list[str] = []
         self._connections = 0
+        self._said = 0  # frames told of already
 
     def run(self, frames: int) -> None:
-        said, told = 0, time.monotonic()
-        while said < frames:
-            talks = [self._begin(number) for number in range(_AT_A_TIME)]
-            for talk in talks:
-                self._complaints += talk.finish(self._outcomes)
-            self._connections += len(talks)
-            said = self._said + self._total
+        told, talks = time.monotonic(), [self._begin(number) for number in range(_AT_A_TIME)]
+        while self._said + self._wrongs() < frames:
+            self._wait(talks)
+            for number, talk in enumerate(talks):
+                if talk.is_over:
+                    self._end(talk)
+                    talks[number] = self._begin(number)
             if time.monotonic() > told + 0.3:
                 told = time.monotonic()
                 self._complaints += self._silence.tend()
                 self._tell()
+        for talk in talks:
+            while not talk.is_over:
+                self._wait([talk])
+            self._end(talk)
         self._tell(finished=True)
 
     def _begin(self, number: int) -> Talk:
-        talk = Talk(self._path, self._words.act(f"{self._name}-{number}"), self._words)
-        talk.send()
-        return talk
+        """A session of its own: a process that attaches twice as the same rank ends its first connection."""
+        return Talk(self._path, self._words.act(f"{self._name}-{number}"), self._words)
 
-    _said = 0  # frames told of already
+    def _wait(self, talks: list[Talk]) -> None:
+        poll, by_fd = select.poll(), {talk.sock.fileno(): talk for talk in talks}
+        for fd, talk in by_fd.items():
+            poll.register(fd, talk.events)
+        for fd, _ in poll.poll(1000):
+            by_fd[fd].go_on()
 
-    @property
-    def _total(self) -> int:
-        return sum(self._outcomes.values())
+    def _end(self, talk: Talk) -> None:
+        self._complaints += talk.judge(self._outcomes)
+        self._connections += 1
+
+    def _wrongs(self) -> int:
+        return self._outcomes.total() - self._outcomes["hello", "answered"]
 
     def _tell(self, *, finished: bool = False) -> None:
         outcomes = [(kind, outcome, count) for (kind, outcome), count in self._outcomes.items()]
         silent, self._silence.ended = self._silence.ended, 0
-        progress = Progress(self._total, self._connections, silent, outcomes, self._complaints[:20], finished)
-        self._said += self._total
+        progress = Progress(self._connections, silent, outcomes, self._complaints[:20], finished)
+        self._said += self._wrongs()
         self._outcomes.clear()
         self._complaints, self._connections = [], 0
         os.write(1, msgspec.json.encode(progress) + b"\n")

@@ -1,4 +1,7 @@
-"""One connection of a fuzzer: says an act, hears everything that comes back, and names the outcome of each frame."""
+"""One connection of a fuzzer: says an act, hears all that comes back, and names the outcome of each frame.
+
+Never blocks, so that a fuzzer can hold many: register `sock` for `events`, and `go_on` when one comes.
+"""
 
 import contextlib
 import os
@@ -8,69 +11,72 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from kvcellar.errors import BY_CODE, BadRequest, CellarError, Disconnected
-from kvcellar.wire import DESCRIPTOR, client_reader, receive_with_fd
+import msgspec
+
+from kvcellar.errors import BY_CODE, CellarError, Disconnected
+from kvcellar.wire import DESCRIPTOR, PREFIX, client_reader, receive_with_fd
 from kvcellar.wire import messages as m
 from tests.fuzz.words import Act, Words
 
 ANSWER_S = 10.0
-_RESULTS = "answered"
+_TYPED = set(BY_CODE) - {CellarError.code}
+_ANSWERED, _CLOSED, _UNANSWERED = "answered", "closed", "neither answered nor closed"
+
+_slab_answer = msgspec.msgpack.Decoder(m.SlabAnswer)
+
+Outcomes = Counter[tuple[str, str]]
 
 
 class Talk:
-    """`send`, then `finish`. Other connections may be served in between."""
-
     def __init__(self, path: Path, act: Act, words: Words) -> None:
         self._act = act
         self._words = words
-        self._last_id = words.last_id
         self._reader = client_reader()
         self._heard: list[m.FromServer] = []
+        self._slab = ""  # what became of a question for a slab
         self._closed = False
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._sock.settimeout(ANSWER_S)
-        self._sock.connect(str(path))
-        self._sock.setblocking(False)
-        self._poll = select.poll()
-        self._poll.register(self._sock, select.POLLIN | select.POLLOUT)
+        self._deadline = time.monotonic() + ANSWER_S
+        frames = act.answered + ([act.last] if act.last else [])
+        self._unsent = memoryview(act.opening + b"".join(frame.data for frame in frames))
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(ANSWER_S)
+        self.sock.connect(str(path))
+        self.sock.setblocking(False)
+        self._say()
 
-    def send(self) -> None:
-        frames = self._act.answered + ([self._act.last] if self._act.last else [])
-        data = memoryview(self._act.opening + b"".join(frame.data for frame in frames))
-        deadline = time.monotonic() + ANSWER_S
-        while data and not self._closed and time.monotonic() < deadline:
-            try:
-                data = data[self._sock.send(data) :]
-            except BlockingIOError:
-                self._poll.poll(1000)
-                self._hear()
-            except (BrokenPipeError, ConnectionResetError):
-                break  # refused before the end; what it said can still be read
-        if self._act.is_open_ended:
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_WR)
+    @property
+    def events(self) -> int:
+        return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
-    def finish(self, outcomes: Counter[tuple[str, str]]) -> list[str]:
-        """Count what became of every frame. Returns complaints."""
+    @property
+    def is_over(self) -> bool:
+        if self._closed or time.monotonic() > self._deadline:
+            return True
+        return self._act.last is None and self._answers() >= len(self._act.answered)
+
+    def go_on(self) -> None:
+        self._say()
         if self._act.opening == DESCRIPTOR:
-            return self._finish_descriptor(outcomes)
-        self._poll.modify(self._sock, select.POLLIN)
-        deadline = time.monotonic() + ANSWER_S
-        while not self._is_over() and time.monotonic() < deadline:
-            self._poll.poll(1000)
+            self._hear_slab()
+        else:
             self._hear()
-        self._sock.close()
-        return self._judge(outcomes)
 
-    def _is_over(self) -> bool:
-        return self._closed or (self._act.last is None and self._answers() >= len(self._act.answered))
-
-    def _answers(self) -> int:
-        return sum(isinstance(message, m.Welcome | m.Reply | m.Refused) for message in self._heard)
+    def _say(self) -> None:
+        if not self._unsent:
+            return
+        try:
+            self._unsent = self._unsent[self.sock.send(self._unsent) :]
+        except BlockingIOError:
+            return
+        except (BrokenPipeError, ConnectionResetError):
+            self._unsent = memoryview(b"")  # refused before the end; what it said can still be read
+        if not self._unsent and self._act.is_open_ended:
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_WR)
 
     def _hear(self) -> None:
         try:
-            data = self._sock.recv(1 << 18)
+            data = self.sock.recv(1 << 18)
         except BlockingIOError:
             return
         except ConnectionResetError:
@@ -79,83 +85,79 @@ class Talk:
         self._reader.feed(data)
         self._heard += self._reader.messages()
 
+    def _hear_slab(self) -> None:
+        try:
+            data, fd = receive_with_fd(self.sock, 4096)
+        except BlockingIOError:
+            return
+        except (Disconnected, ConnectionResetError):
+            self._closed, self._slab = True, _CLOSED
+            return
+        answer = _slab_answer.decode(data[PREFIX:])
+        self._closed = True
+        self._slab = f"refused: {answer.code}" if isinstance(answer, m.Refused) else _ANSWERED
+        if fd is not None:
+            os.close(fd)
+
+    def _answers(self) -> int:
+        return sum(isinstance(message, m.Welcome | m.Reply | m.Refused) for message in self._heard)
+
     # -- judging -----------------------------------------------------------------------------------------
 
-    def _judge(self, outcomes: Counter[tuple[str, str]]) -> list[str]:
+    def judge(self, outcomes: Outcomes) -> list[str]:
+        """When it is over: count what became of every frame, and return complaints."""
+        self.sock.close()
         act, complaints = self._act, list[str]()
         replies = {one.id: one for one in self._heard if isinstance(one, m.Reply)}
         refused = [one for one in self._heard if isinstance(one, m.Refused)]
         welcome = [one for one in self._heard if isinstance(one, m.Welcome)]
         for one in welcome:
             self._words.epoch = one.epoch
-        first_id = self._last_id - len(act.answered) + 2  # Hello has none, and `last` may have used one
-        for number, frame in enumerate(act.answered):
+        for frame in act.answered:
             if frame.kind == "hello":
-                outcome = _RESULTS if welcome else "unanswered"
+                outcome = _ANSWERED if welcome else _UNANSWERED
             else:
-                outcome = self._outcome(replies.get(frame_id(frame.data)))
+                outcome = self._outcome(replies.get(_request_id(frame.data)))
+            if outcome == _UNANSWERED and self._closed and b"Reserve" in frame.data:
+                outcome = _CLOSED  # it was waiting for memory when a later frame ended the connection
             outcomes[frame.kind, outcome] += 1
-            if outcome in ("unanswered", "internal"):
-                complaints.append(f"{frame.kind}: {outcome} {refused} {first_id} {number} {frame.data[:200]!r}")
+            if outcome in (_UNANSWERED, "internal"):
+                complaints.append(f"{frame.kind}: {outcome} {refused} {frame.data[:200]!r}")
         if act.last is not None:
             complaints += self._judge_last(outcomes, refused, len(replies) + len(welcome))
         return complaints
 
-    def _judge_last(
-        self, outcomes: Counter[tuple[str, str]], refused: list[m.Refused], others: int
-    ) -> list[str]:
+    def _judge_last(self, outcomes: Outcomes, refused: list[m.Refused], others: int) -> list[str]:
         last, act = self._act.last, self._act
         assert last is not None
-        if refused:
+        if act.opening == DESCRIPTOR:
+            outcome = self._slab or _UNANSWERED
+        elif refused:
             outcome = f"refused: {refused[0].code}"
         elif others > len(act.answered):
-            outcome = _RESULTS  # in fact valid
+            outcome = _ANSWERED  # in fact valid
         else:
-            outcome = "closed" if self._closed else "neither answered nor closed"
+            outcome = _CLOSED if self._closed else _UNANSWERED
         outcomes[last.kind, outcome] += 1
-        is_typed = not refused or (refused[0].code in BY_CODE and refused[0].code != CellarError.code)
-        if is_typed and self._closed and (refused or act.is_open_ended):
+        is_typed = outcome.removeprefix("refused: ") in _TYPED
+        if self._closed and (is_typed or (act.is_open_ended and outcome in (_ANSWERED, _CLOSED))):
             return []
         return [f"{last.kind}: {outcome} {refused} {last.data[:200]!r}"]
 
     def _outcome(self, reply: m.Reply | None) -> str:
         if reply is None:
-            return "unanswered"
-        codes = {result.code for result in reply.results if isinstance(result, m.Failure)}
+            return _UNANSWERED
         for result in reply.results:
             if isinstance(result, m.Granted) and result.lease:
                 self._words.newest = result.lease
-        if CellarError.code in codes or not codes <= set(BY_CODE):
+        codes = {result.code for result in reply.results if isinstance(result, m.Failure)}
+        if not codes <= _TYPED:
             return "internal"
-        return f"failure: {sorted(codes)[0]}" if codes else _RESULTS
-
-    def _finish_descriptor(self, outcomes: Counter[tuple[str, str]]) -> list[str]:
-        last = self._act.last
-        assert last is not None
-        self._sock.settimeout(ANSWER_S)
-        try:
-            data, fd = receive_with_fd(self._sock, 4096)
-        except (Disconnected, ConnectionResetError):
-            outcome = "closed"
-        except TimeoutError:
-            outcome = "neither answered nor closed"
-        else:
-            outcome = _RESULTS if fd is not None else "refused"
-            if fd is not None:
-                os.close(fd)
-            self._reader.feed(data)
-            with contextlib.suppress(BadRequest):  # SlabSent is not for control connections
-                outcome = next((f"refused: {one.code}" for one in self._reader.messages()), outcome)  # type: ignore[union-attr]
-        self._sock.close()
-        outcomes[last.kind, outcome] += 1
-        return [f"{last.kind}: {outcome} {last.data!r}"] if outcome.startswith("neither") else []
+        return f"failure: {sorted(codes)[0]}" if codes else _ANSWERED
 
 
-def frame_id(data: bytes) -> int:
+def _request_id(data: bytes) -> int:
     """Of an encoded Request: the second element of its array."""
-    at = 4 + 1 + 8  # length, array of four, "Request"
-    kind = data[at]
-    if kind < 0x80:
-        return kind
-    width = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}[kind]
-    return int.from_bytes(data[at + 1 : at + 1 + width], "big")
+    at = PREFIX + 1 + 8  # length, array of four, "Request"
+    width = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}.get(data[at], 0)
+    return int.from_bytes(data[at + 1 : at + 1 + width], "big") if width else data[at]

@@ -223,6 +223,8 @@ def test_scan_tells_ready_from_writing_from_free(serve):
     assert table.scan() == ([(0, A, None), (5, C, B)], [2])
     table.free(0)
     assert table.scan() == ([(5, C, B)], [2])
+    table.withdraw(5)
+    assert table.scan() == ([], [2, 5])
 
 
 def test_slot_that_is_written_again_has_nothing_of_its_earlier_entry(serve):

@@ -36,7 +36,17 @@ def test_every_error_is_in_the_tree_that_opens_its_module():
     assert all(re.search(rf"^ +{error.__name__}\b", tree, re.M) for error in BY_CODE.values())
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/operations.md", "docs/protocol.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+)
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
         assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_every_connector_option_is_documented():
+    source = (ROOT / "src/kvcellar/vllm/options.py").read_text()
+    known = re.search(r"_KNOWN = \{(.*?)\}", source, re.S)
+    assert known
+    page = (ROOT / "docs/vllm.md").read_text()
+    assert all(f"| `{option}` |" in page for option in re.findall(r'"(\w+)"', known[1]))

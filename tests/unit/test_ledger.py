@@ -313,14 +313,15 @@ def test_rank_that_attaches_again_holds_nothing(two):
     assert (two.pins([A, B]), two.hit([B])) == ([0, -1], 0)
 
 
-def test_rank_that_attaches_for_the_first_time_keeps_the_shares_it_is_about_to_hear_of(two):
+def test_rank_that_attaches_has_no_share_in_what_was_granted_while_it_was_away(two):
     two.store([A])
     two.part(1)
     read = two.lookup([A])
     two.ledger.join("engine", 1)
-    two.release(read, 0)
     assert two.pins([A]) == [1]
-    assert two.release(read, 1) == 1
+    two.release(read, 0)
+    assert two.pins([A]) == [0]
+    assert two.release(read, 1) == 0
 
 
 def test_scheduler_that_attaches_again_keeps_the_leases_it_knows(two):

@@ -1,15 +1,16 @@
 """A real vLLM engine behind a pipe. A program for vLLM's own interpreter; `harness.VllmEngine` drives it.
 
 Reads one JSON line on stdin, the job:
-    {"model": folder, "options": {keyword arguments of vllm.LLM}, "connector": null | {extra config of the
-    connector}}
-and answers {"ready": seconds, "block": tokens, "groups": [spec class names]} when the engine is up. Then,
-until end of file, reads a round per line and answers each with one line:
-    {"prompts": [[token ids]...], "max_tokens": n, "together": false, "abort": {index: after n tokens},
-    "salt": text} {"call": name of a method of vllm.LLM, "arguments": {}}
+    {"model": folder, "options": {keyword arguments of vllm.LLM},
+     "connector": null | {extra config of the connector}}
+and answers {"ready": seconds, "block": tokens, "groups": [spec class names]} when it is up. Then, until end
+of file, reads a round per line and answers each with one line (see `Engine.play`):
+    {"prompts": [[token ids]...], "max_tokens": n,
+     "together": false, "abort": {index of a prompt: after n tokens}, "salt": text}
+    {"call": name of a method of vllm.LLM, "arguments": {}}
 
 The prompts of a round go in one after the other, or all at once with "together". A round ends when the engine
-has nothing left to do: in its own process vLLM steps only while a request is unfinished, so this program
+has nothing left to do: inside one process vLLM steps only while a request is unfinished, so this program
 steps it on, as the loop of a served engine would, until the connector's stores have landed.
 """
 
@@ -48,6 +49,8 @@ def main() -> None:
     _answer(answers, {"ready": time.monotonic() - started} | engine.describe())
     for line in sys.stdin:
         _answer(answers, engine.play(json.loads(line)))
+    engine.core.engine_core.shutdown()
+    os._exit(0)  # taking the interpreter down by the book adds seconds to every test
 
 
 def _take_stdout() -> TextIO:

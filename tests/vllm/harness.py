@@ -4,6 +4,7 @@ border.
 Imports neither vLLM nor torch, which only vLLM's interpreter has.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -131,10 +132,8 @@ class VllmEngine:
     ) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it is gone already
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass  # it is gone already
         if error is None:
             self._wait(EXIT)
         self.kill()
@@ -226,7 +225,7 @@ class VllmEngine:
 
 
 def prompts_around_borders(block: int, chunk: int, seed: int) -> list[list[int]]:
-    """Eleven prompts of up to three chunks and a block, most of them with a prefix in common.
+    """Nine prompts or more, of up to three chunks and a block, most with a prefix in common.
 
     One text cut just before, at and just after a chunk's end, and a block into the next; then texts that
     leave it at a chunk's end, inside a chunk at a block's end, and inside a block; then a text with nothing
@@ -236,7 +235,7 @@ def prompts_around_borders(block: int, chunk: int, seed: int) -> list[list[int]]
     text = _draw(draw, 3 * chunk + block + 1)
     other = _draw(draw, 3 * chunk + block + 1)
     cuts = (block - 1, block + 1, chunk - 1, chunk, chunk + 1, 2 * chunk + block, 3 * chunk + block + 1)
-    prompts = [text[:cut] for cut in cuts]
+    prompts = [text[:cut] for cut in sorted(set(cuts))]  # a chunk may be one block
     prompts += [text[:cut] + other[cut : 2 * chunk + 2] for cut in (chunk, chunk + block, 2 * chunk - 1)]
     prompts += [other[:chunk] + text[chunk : 2 * chunk + 1]]
     return prompts

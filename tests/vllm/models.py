@@ -12,6 +12,7 @@ Making a model needs torch and transformers, so this file is also a program for 
 # mypy: disable-error-code="import-not-found"
 
 import hashlib
+import math
 import os
 import shutil
 import sys
@@ -21,9 +22,10 @@ from typing import Any, NamedTuple
 
 VOCAB = 4096
 SEED = 20
-# How large queries and keys are. Attention scores then spread by about its square, 2.25, so that a head listens
-# to some ten of a thousand tokens.
+# How large queries and keys are. Attention scores then spread by about its square, 2.25, so that a head
+# listens to some ten of a thousand tokens.
 SHARP = 1.5
+_FACTORS = {"q_proj": SHARP, "k_proj": SHARP, "kv_a_proj": SHARP, "o_proj": 3.0}
 
 
 class Kind(NamedTuple):
@@ -145,9 +147,9 @@ def _build(kind: Kind, folder: Path) -> None:
 
 
 def _spread(name: str, inputs: int) -> float:
-    """Keeps every activation near 1, but queries and keys near SHARP."""
-    sharp = any(part in name for part in ("q_proj", "k_proj", "kv_a_proj"))
-    return (SHARP if sharp else 1.0) * float(inputs) ** -0.5
+    """Keeps activations near 1, queries and keys near SHARP, and makes up for what a mean of values loses."""
+    factor = next((factor for part, factor in _FACTORS.items() if part in name), 1.0)
+    return factor / math.sqrt(inputs)
 
 
 if __name__ == "__main__":

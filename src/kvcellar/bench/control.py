@@ -20,7 +20,7 @@ from kvcellar.bench.control_table import control_table
 from kvcellar.bench.crowd import measure_crowd
 from kvcellar.bench.engine import CHUNK_TOKENS, Engine, fresh_keys
 from kvcellar.bench.growth import measure_growth
-from kvcellar.bench.machine import machine, percentile, summary
+from kvcellar.bench.machine import load, machine, percentile, summary
 from kvcellar.bench.peers import check_peer, ratios, run_peer
 from kvcellar.client import AdminClient
 from kvcellar.identity import ChunkKey
@@ -89,6 +89,7 @@ def run_control(*, quick: bool = False, peer: str = "") -> dict[str, Any]:
     # Refreshed by nobody but us: a thread that draws would be measured as well.
     with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as line:
         result |= measure(QUICK if quick else FULL, lambda step: line.update(f"{step} ...", refresh=True))
+    result["machine"]["load_after"] = load()  # of our part: what the peer starts with
     if peer:
         result["peer"] = run_peer(peer, quick=quick)
         result["ratio"] = ratios(result, result["peer"])

@@ -16,8 +16,13 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "bytecode_is_cached": not sys.dont_write_bytecode,  # or every start compiles all modules first
-        "load_before": round(os.getloadavg()[0], 2),
+        "load_before": load(),
     }
+
+
+def load() -> float:
+    """Processes that ran or wanted to, over the last minute."""
+    return round(os.getloadavg()[0], 2)
 
 
 def available_memory() -> int:

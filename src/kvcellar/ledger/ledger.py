@@ -60,9 +60,11 @@ class Ledger:
     # -- who is there ----------------------------------------------------------------------------------------
 
     def join(self, name: str, rank: int) -> Session:
-        """A rank's process attached. Attaching says "I hold nothing": whatever it held is over."""
+        """A rank's process attached. A worker that attaches says "I hold nothing": every share it had is
+        over, those too that were granted while it was away.
+        """
         session = self.sessions.setdefault(name, Session(name))
-        if rank in session.members and rank != SCHEDULER:
+        if rank != SCHEDULER:
             self._drop_shares(session, [rank])
         session.members.add(rank)
         return session

@@ -103,6 +103,8 @@ class Shelf:
     def take(self, key: ChunkKey, parent: ChunkKey | None, *, temporary: bool = False) -> Stripe | None:
         """A place to write `key` in, by eviction if need be; None without room. The key must not be here."""
         assert key not in self._index
+        if parent == key:
+            parent = None  # its own parent would never be evicted
         self._add_child(parent)  # before making room, or the parent itself could be the one to go
         if not self._free and not self._evict_one():
             self._drop_child(parent)
@@ -189,9 +191,9 @@ class Shelf:
         return len(kept)
 
     def is_idle(self, number: int) -> bool:
-        """Nothing in this rack is pinned, being written, hidden or in limbo."""
+        """Nothing in this rack is pinned, being written, hidden or in limbo, and nobody unknown may use it."""
         busy = [s.place for s in self._index.values() if s.pins or not s.ready] + self._limbo
-        return not self._hidden and all(rack_of(place) != number for place in busy)
+        return not (self._hidden or self._guarded) and all(rack_of(place) != number for place in busy)
 
     def retire(self, number: int) -> None:
         """Give up a rack and all it holds; it must be idle."""

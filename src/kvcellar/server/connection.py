@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 _MAX_WAITING = 64
 # What a client may leave unread: past the first it is not read from, past the second it is cut off.
 _SLOW_BYTES, _DEAD_BYTES = 1 << 20, 64 << 20
+# A connection must say who it is within this time.
+_HELLO_S = 5.0
 
 
 class Connection(asyncio.Protocol):
@@ -43,6 +45,7 @@ class Connection(asyncio.Protocol):
         self._reader: FrameReader[m.FromClient] = server_reader()
         self._caller: Caller | None = None
         self._transport: asyncio.Transport | None = None
+        self._patience: asyncio.TimerHandle | None = None  # until it has said who it is
         self._waiting: set[asyncio.Task[None]] = set()
         self._paused = False
 
@@ -51,6 +54,10 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=_SLOW_BYTES)
+        self._patience = asyncio.get_running_loop().call_later(_HELLO_S, self._end_patience)
+
+    def _end_patience(self) -> None:
+        self.refuse(NotAttached(f"no Hello within {_HELLO_S:.0f} seconds"))
 
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)
@@ -78,7 +85,13 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the reason does not matter
         self._transport = None
+        self._cancel_patience()
         self._lost(self)
+
+    def _cancel_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def send(self, message: m.Message) -> None:
         if self._transport is None:
@@ -113,6 +126,7 @@ class Connection(asyncio.Protocol):
             )
         else:
             self._caller, welcome = self._attach(message, self)
+            self._cancel_patience()
             self.send(welcome)
 
     def _on_request(self, caller: Caller, request: m.Request) -> None:
@@ -120,14 +134,18 @@ class Connection(asyncio.Protocol):
         if not any(map(inspect.isawaitable, results)):
             self.send(m.Reply(request.id, cast(tuple[m.Result, ...], tuple(results))))
             return
-        task = asyncio.get_running_loop().create_task(self._answer_later(request, results))
+        # All of them wait at the same time: one request takes no longer than one operation.
+        waiting: list[m.Message | asyncio.Future[m.Message]] = [
+            asyncio.ensure_future(_settle(r)) if inspect.isawaitable(r) else r for r in results
+        ]
+        task = asyncio.get_running_loop().create_task(self._answer_later(request, waiting))
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)
 
     async def _answer_later(
-        self, request: m.Request, results: list[m.Message | Awaitable[m.Message]]
+        self, request: m.Request, results: list[m.Message | asyncio.Future[m.Message]]
     ) -> None:
-        settled = [await _settle(r) if inspect.isawaitable(r) else r for r in results]
+        settled = [await r if isinstance(r, asyncio.Future) else r for r in results]
         self.send(m.Reply(request.id, cast(tuple[m.Result, ...], tuple(settled))))
 
     def _perform(self, caller: Caller, op: m.Operation, patience: float) -> m.Message | Awaitable[m.Message]:

@@ -77,9 +77,6 @@ class Members:
         session = self._ledger.join(hello.session, rank)
         if rank == SCHEDULER:
             self._ledger.keep_leases(session, map(LeaseId, hello.leases))
-        else:
-            # Once more, now as a member: shares granted while it was away are void as well. It is told so.
-            self._ledger.join(hello.session, rank)
         member = Member(session, rank, peer, hello.label, link)
         self.all[hello.session, rank] = member
         if peer.pidfd is not None:
@@ -107,12 +104,22 @@ class Members:
             raise RankTaken(f"rank {rank} of session {name} is a live process, pid {known.peer.process.pid}")
 
     def lost(self, member: Member, link: Link) -> None:
-        """A connection is gone. That says nothing about the process."""
+        """A connection is gone. That says nothing about the process, but one that holds nothing need not
+        stay.
+        """
         if self.all.get((member.session.name, member.rank)) is not member or member.link is not link:
             return
         member.link = None
         if member.peer.pidfd is None:
             self._loop.call_later(QUARANTINE_S, self._end_quarantine, member)
+        elif not self._holds_something(member):
+            self.end(member)
+
+    def _holds_something(self, member: Member) -> bool:
+        leases = member.session.leases.values()
+        if member.rank == SCHEDULER:
+            return bool(leases)
+        return bool(member.maps) or any(lease.left.get(member.rank) for lease in leases)
 
     def end(self, member: Member) -> None:
         """The process is gone, or has left: free what it held."""

@@ -4,6 +4,7 @@ import os
 
 from kvcellar import __version__
 from kvcellar.arena import Arena
+from kvcellar.identity import NamespaceId
 from kvcellar.ledger import Ledger, Room, Shelf
 from kvcellar.server.members import Members
 from kvcellar.wire.report import GroupReport, NamespaceReport, SessionReport, StatusReport
@@ -23,17 +24,17 @@ def make_report(
         memory_used=arena.used,
         in_grace=ledger.in_grace,
         draining=draining,
-        namespaces=[_namespace(room, ledger, arena) for room in ledger.rooms.values()],
+        namespaces=[_namespace(name, room, ledger, arena) for name, room in ledger.rooms.items()],
         sessions=_sessions(ledger, members),
         counts=dict(ledger.counts) | {"racks_refused": arena.refused},
     )
 
 
-def _namespace(room: Room, ledger: Ledger, arena: Arena) -> NamespaceReport:
-    namespace = room.namespace
-    racks = [rack for key, rack in arena.racks.items() if key.namespace == namespace.id]
+def _namespace(name: NamespaceId, room: Room, ledger: Ledger, arena: Arena) -> NamespaceReport:
+    namespace = room.namespace  # whose own id would be hashed again at every use
+    racks = [rack for key, rack in arena.racks.items() if key.namespace == name]
     return NamespaceReport(
-        id=namespace.id.hex(),
+        id=name.hex(),
         model=namespace.model,
         kv_dtype=namespace.kv_dtype,
         tenant=namespace.tenant,
@@ -41,7 +42,7 @@ def _namespace(room: Room, ledger: Ledger, arena: Arena) -> NamespaceReport:
         chunk_tokens=namespace.chunk_tokens,
         shards=namespace.parallel.kv_world_size,
         pinned=room.pinned,
-        engines=sum(namespace.id in session.namespaces for session in ledger.sessions.values()),
+        engines=sum(name in session.namespaces for session in ledger.sessions.values()),
         memory_bytes=sum(rack.spec.file_bytes for rack in racks),
         groups=[
             _group(
