@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test check bench chaos fuzz clean lint
+.PHONY: help demo test check bench chaos fuzz soak clean lint
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | sed 's/^/  make /' | expand -t 16
@@ -27,6 +27,9 @@ chaos: $(READY) ## Kill and stall things at random; ARGS="..." is passed on
 
 fuzz: $(READY) ## Feed the server broken messages; ARGS="..." is passed on
 	$(BIN)/python tests/fuzz/run.py $(ARGS)
+
+soak: $(READY) ## Two real vLLM engines for hundreds of requests; ARGS="..." is passed on
+	$(BIN)/python -m tests.vllm.soak $(ARGS)
 
 clean: ## Remove .venv, caches and build output
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -191,7 +191,7 @@ class Shelf:
         return len(kept)
 
     def is_idle(self, number: int) -> bool:
-        """Nothing in this rack is pinned, being written, hidden or in limbo, and nobody unknown may use it."""
+        """Nothing in this rack is pinned, being written, hidden or in limbo; nobody unknown may use it."""
         busy = [s.place for s in self._index.values() if s.pins or not s.ready] + self._limbo
         return not (self._hidden or self._guarded) and all(rack_of(place) != number for place in busy)
 

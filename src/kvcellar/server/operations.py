@@ -86,6 +86,8 @@ class Operations:
         if member.rank >= namespace.parallel.world_size:
             raise BadRequest(f"rank {member.rank} registers for a world of {namespace.parallel.world_size}")
         self._steward.check_fits(namespace)
+        if namespace.id not in self._ledger.rooms:
+            self._steward.close_rooms()
         room = self._ledger.register(member.session, namespace)
         for group in range(len(namespace.groups)):
             self._steward.grow(room, group, 1)

@@ -7,6 +7,7 @@ rack back first empties it, then asks every worker that maps it to let go, and o
 import asyncio
 import contextlib
 import logging
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -55,6 +56,16 @@ class Steward:
             raise BadRequest(
                 f"one chunk takes {chunk} bytes, an engine may hold {self._ledger.hold_limit}: raise --memory"
             )
+
+    def close_rooms(self) -> None:
+        """Forget every namespace that has no rack and no engine, or each new one would stay for ever."""
+        kept: set[bytes] = {name for one in self._ledger.sessions.values() for name in one.namespaces}
+        kept |= {key.namespace for key in self._arena.racks} | {name for name, _ in self._growing}
+        for name in [
+            name for name, room in self._ledger.rooms.items() if name not in kept and not room.pinned
+        ]:
+            del self._ledger.rooms[name]
+            shutil.rmtree(self._arena.folder / name.hex(), ignore_errors=True)
 
     def shard_of(self, namespace: NamespaceId, rank: int) -> int:
         return self._ledger.rooms[namespace].namespace.parallel.kv_worker_id(rank)

@@ -1,0 +1,15 @@
+"""A short fault run: the same code as `make chaos`, with a fixed schedule."""
+
+import pytest
+from rich.console import Console
+
+from tests.chaos.run import run
+
+
+@pytest.mark.timeout(120)
+def test_nothing_is_wrong_late_or_lost_under_faults():
+    score = run(faults=15, seed=11, seconds=40, console=Console(quiet=True))
+    assert not score.violations()
+    assert score.faults["kill server"] > 0
+    assert score.counts["objects_loaded"] > 1000
+    assert score.restarts
