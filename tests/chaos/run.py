@@ -6,6 +6,7 @@ Prints its seed, which gives the same schedule of faults again. Exit code 1 when
 """
 
 import argparse
+import logging
 import secrets
 import signal
 import sys
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="stop after that long [600]")
     options = parser.parse_args()
     seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
+    logging.getLogger("kvcellar").setLevel(logging.ERROR)  # that the server goes away is no news here
     console = Console()
     console.print(f"seed {seed}, {options.faults} faults")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up

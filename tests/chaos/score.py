@@ -61,6 +61,9 @@ class Score:
         found += [f"late: {what}" for what in self.late]
         found += [f"leak: {what}" for what in self.leaks]
         found += [f"torn: {what}" for what in self.torn]
+        if bad := self.counts["bad_checksums"]:
+            # Not wrong bytes yet: the last line of defence held. But nobody should have been let in that far.
+            found.append(f"{bad} objects failed their checksum")
         found += self.broken
         if self.recovery < RECOVERY:
             found.append(

@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from typing import Any, TextIO
 
+EXIT = 30  # seconds that ranks in other processes have to end; killed, they leave files in /dev/shm
 SETTLE = 30.0  # seconds that the connector may keep an engine without requests stepping
 
 DEFAULTS: dict[str, Any] = {
@@ -49,7 +50,7 @@ def main() -> None:
     _answer(answers, {"ready": time.monotonic() - started} | engine.describe())
     for line in sys.stdin:
         _answer(answers, engine.play(json.loads(line)))
-    engine.core.engine_core.shutdown(timeout=20)
+    engine.core.engine_core.shutdown(timeout=EXIT)
     os._exit(0)  # taking the interpreter down by the book adds seconds to every test
 
 
@@ -79,7 +80,7 @@ def _set_environment(ranks: int) -> None:
         }
     else:
         bind = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
-        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": bind}
+        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": bind, "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(EXIT)}
 
 
 class Engine:

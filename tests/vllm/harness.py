@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 CACHE = Path.home() / ".cache" / "kvcellar"
 START = 240.0  # seconds until an engine is up; 15 to 30 on two idle cores, thrice that on busy ones
 ROUND = 120.0
-EXIT = 10.0
+EXIT = 40.0  # 1 usually, 6 with several ranks
 
 HITS = "vllm:external_prefix_cache_hits"
 QUERIES = "vllm:external_prefix_cache_queries"

@@ -125,11 +125,14 @@ def test_corrupted_slots_are_caught_and_computed_again(
         truth = [engine.round([p], salt=f"alone {n}").tokens[0] for n, p in enumerate(prompts)]
         assert engine.round(prompts).tokens == truth
         assert flip_a_bit_in_every_slot(serve.folder) > 0
-        assert engine.round(prompts).tokens == truth
+        again = engine.round(prompts)
+        assert again.tokens == truth
+        assert again.counters["vllm:kvcellar_loads_failed"] > 0
         assert serve.status().counts["corrupt"] > 0
         healed = engine.round(prompts)
         assert healed.tokens == truth
         assert sum(healed.cached) > 0, "what was computed again was not stored again"
+        assert healed.counters["vllm:kvcellar_load_bytes"] > 0
 
 
 def test_an_engine_computes_while_there_is_no_server_and_comes_back(

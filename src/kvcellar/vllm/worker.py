@@ -7,6 +7,7 @@ once, also by ranks that have nothing to copy.
 
 import logging
 import threading
+import time
 from collections import Counter, deque
 
 import torch
@@ -21,6 +22,7 @@ from kvcellar.slab import Bytes
 from kvcellar.transfer import HostTransfer, block_memory
 from kvcellar.vllm.identity import group_layers
 from kvcellar.vllm.jobs import CellarMetadata, Job, StoresDone, TensorLayout
+from kvcellar.vllm.metrics import CellarStats
 from kvcellar.vllm.options import Options
 
 log = logging.getLogger(__name__)
@@ -96,6 +98,10 @@ class WorkerSide:
         done = self._copier.take_stores() if self._copier is not None else Counter[int]()
         return StoresDone(done) if done else None
 
+    def take_stats(self) -> CellarStats | None:
+        counted = self._copier.take_counts() if self._copier is not None else {}
+        return CellarStats(counted) if counted else None
+
     def close(self) -> None:
         if self._copier is not None:
             self._copier.close()
@@ -113,6 +119,7 @@ class _Copier:
         self._stores: deque[Job] = deque()
         self._results = KVConnectorTransferResults()
         self._stored: Counter[int] = Counter()
+        self._counts: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="kvcellar-copier", daemon=True)
@@ -138,6 +145,11 @@ class _Copier:
             stored, self._stored = self._stored, Counter()
         return stored
 
+    def take_counts(self) -> dict[str, float]:
+        with self._changed:
+            counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
     def close(self) -> None:
         """Finish what was started, then leave."""
         with self._changed:
@@ -152,15 +164,22 @@ class _Copier:
                 load = self._loads.popleft() if self._loads else None
                 store = self._stores.popleft() if load is None and self._stores else None
             if load is not None:
+                started = time.monotonic()
                 good = self._load(load)
                 with self._changed:
                     self._results.finished_recving.add(load.request_id)
                     if not good:
                         self._results.failed_recving.add(load.request_id)
+                    self._count("load", started, self._bytes_of(load) if good else 0)
+                    self._counts["loads_failed"] += not good
             elif store is not None:
-                self._store(store)
+                started = time.monotonic()
+                good = self._store(store)
                 with self._changed:
                     self._stored[store.id] += 1
+                    if self._writes:
+                        self._count("store", started, self._bytes_of(store) if good else 0)
+                        self._counts["stores_dropped"] += not good
             else:
                 return
 
@@ -183,9 +202,18 @@ class _Copier:
         self._client.release(job.lease, job.first, job.stop)
         return good
 
-    def _store(self, job: Job) -> None:
+    def _count(self, what: str, started: float, moved: int) -> None:
+        self._counts.update(
+            {f"{what}s": 1, f"{what}_bytes": moved, f"{what}_seconds": time.monotonic() - started}
+        )
+
+    def _bytes_of(self, job: Job) -> int:
+        return sum(len(copy.keys) * self._transfers[copy.group].layout.object_bytes for copy in job.copies)
+
+    def _store(self, job: Job) -> bool:
+        """Whether it is stored, as far as this rank goes."""
         if not self._writes:
-            return
+            return True
         try:
             self._client.wait_connected(_CONNECT_S)
             with self._client.copying(job.lease) as slots:
@@ -196,5 +224,6 @@ class _Copier:
         except Exception as error:  # noqa: BLE001 - a store that breaks is a store less
             log.warning("KVCellar: a store was dropped: %s", error)
             self._client.abort(job.lease, job.first, job.stop)
-        else:
-            self._client.commit(job.lease, job.first, job.stop)
+            return False
+        self._client.commit(job.lease, job.first, job.stop)
+        return True
