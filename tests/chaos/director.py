@@ -29,8 +29,8 @@ KINDS = {
     "stop server": 14,
     "stop rank": 16,
     "stop scheduler": 14,
-    "cut rank": 5,
-    "cut scheduler": 5,
+    "cut rank": 12,
+    "cut scheduler": 8,
     "restart server": 4,
 }
 EXTRA = ("cut rank", "cut scheduler", "restart server")

@@ -6,6 +6,7 @@ Slow on purpose, now and then, so that faults find it in the middle of a copy.
 
 import random
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kvcellar.errors import Unavailable
 from kvcellar.identity import ChunkKey, make_plan
 from kvcellar.slab import NO_PLACE, Bytes
 from kvcellar.transfer import HostTransfer
+from tests.chaos.links import cut_links
 from tests.chaos.report import Done, Job, Lines, Reporter
 from tests.chaos.world import SPACES, truth
 
@@ -56,6 +58,7 @@ class Part:
 class Rank:
     def __init__(self, server: Path, session: str, rank: int, space: str, reporter: Reporter) -> None:
         self.rank = rank
+        self.cut_soon = threading.Event()
         self._reporter = reporter
         self._random = random.Random(f"{session}/{rank}/{time.monotonic_ns()}")
         namespace = SPACES[space]
@@ -86,7 +89,7 @@ class Rank:
         try:
             with self._worker.copying(job.lease) as slots:
                 for group, _, place, key in _each(job):
-                    self._dawdle()
+                    self._dawdle(slow=0.02)
                     with self._reporter.timed("store", _MAP_S):
                         self._parts[group].store(place, key, slots)
         except Unavailable:
@@ -105,7 +108,7 @@ class Rank:
         try:
             with self._worker.copying(job.lease) as slots:
                 for group, chunk, place, key in _each(job):
-                    self._dawdle()
+                    self._dawdle(slow=0.001)
                     with self._reporter.timed("load", _MAP_S):
                         good = self._parts[group].load(place, key, slots)
                     if good:
@@ -123,8 +126,15 @@ class Rank:
         if not self._parts[group].is_right(key):
             self._reporter.wrong(f"{self._name} group {group} chunk {key.hex()}")
 
-    def _dawdle(self) -> None:
-        if self._random.random() < 0.03:
+    def _dawdle(self, slow: float) -> None:
+        """Before a chunk is copied. `slow`: how likely it is that this takes very long."""
+        if self.cut_soon.is_set():
+            self.cut_soon.clear()
+            cut_links()
+            time.sleep(self._random.uniform(0.1, 0.5))
+        elif self._random.random() < slow:
+            time.sleep(self._random.uniform(0.1, 0.5))
+        elif self._random.random() < 0.03:
             time.sleep(self._random.uniform(0.0, 0.03))
 
 

@@ -144,10 +144,10 @@ class KVCellarConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_stores
+        return self._scheduler is not None and bool(self._scheduler.stores)
 
     def has_pending_block_frees(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_stores
+        return self._scheduler is not None and bool(self._scheduler.stores)
 
     def reset_cache(self) -> bool | None:
         self._scheduler.new_generation()

@@ -5,6 +5,7 @@ stores are over.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvcellar.identity import ChunkKey
+from kvcellar.identity import ChunkKey, Namespace
 
 
 @dataclass
@@ -27,6 +28,24 @@ class GroupCopy:
     blocks: npt.NDArray[np.int64]
     chunks: list[int]  # of the lease, one per row
     keys: list[ChunkKey]
+
+
+def group_copy(
+    namespace: Namespace,
+    group: int,
+    places: dict[int, int],
+    rows: list[list[int]],
+    keys: Sequence[ChunkKey],
+) -> GroupCopy:
+    """`places` by chunk, with the rows of block ids in the same order; `keys` of all chunks."""
+    per_chunk = namespace.chunk_tokens // namespace.groups[group].block_tokens
+    return GroupCopy(
+        group,
+        np.fromiter(places.values(), dtype=np.uint32, count=len(places)),
+        np.asarray(rows, dtype=np.int64).reshape(len(rows), per_chunk),
+        list(places),
+        [keys[chunk] for chunk in places],
+    )
 
 
 @dataclass

@@ -1,0 +1,32 @@
+"""What the connector's scheduler side knows of one request."""
+
+from vllm.v1.request import Request
+
+from kvcellar.client import Grant
+from kvcellar.identity import KEY_BYTES, ChunkKey
+
+
+class Tracked:
+    def __init__(self, request: Request, hashes_per_chunk: int) -> None:
+        self.request = request
+        self.keys: list[ChunkKey] = []
+        # What the cache has of it: asked for once, and again after a preemption.
+        self.grant: Grant | None = None
+        self.asked_at = -1  # number of preemptions when it was asked
+        self.computed = 0  # what the engine had when it was offered
+        self.loading = False
+        self.failed = False  # a load went wrong: it is not offered the cache again
+        self.planned = 0  # chunks before this one are stored, or on their way
+        self._hashes_per_chunk = hashes_per_chunk
+
+    def hashed_chunks(self) -> int:
+        """Chunks whose last block vLLM has hashed; brings the keys up to date.
+
+        vLLM hashes only tokens that are certain, so neither drafts nor placeholders are among them. A block's
+        hash covers everything before it, and with it does a chunk's key.
+        """
+        hashes = self.request.block_hashes
+        for chunk in range(len(self.keys), len(hashes) // self._hashes_per_chunk):
+            last = hashes[(chunk + 1) * self._hashes_per_chunk - 1]
+            self.keys.append(ChunkKey(bytes(last[:KEY_BYTES])))
+        return len(self.keys)
