@@ -108,7 +108,7 @@ class Rank:
         try:
             with self._worker.copying(job.lease) as slots:
                 for group, chunk, place, key in _each(job):
-                    self._dawdle(slow=0.001)
+                    self._dawdle(slow=0.002)
                     with self._reporter.timed("load", _MAP_S):
                         good = self._parts[group].load(place, key, slots)
                     if good:
@@ -128,7 +128,7 @@ class Rank:
 
     def _dawdle(self, slow: float) -> None:
         """Before a chunk is copied. `slow`: how likely it is that this takes very long."""
-        if self.cut_soon.is_set():
+        if self.cut_soon.is_set() and self._random.random() < 10 * slow:
             self.cut_soon.clear()
             cut_links()
             time.sleep(self._random.uniform(0.1, 0.5))

@@ -27,8 +27,8 @@ ROOT_CHUNKS, BRANCH_CHUNKS = 6, 6
 PROMPTS = ROOTS * BRANCHES
 MAX_CHUNKS = ROOT_CHUNKS + BRANCH_CHUNKS
 
-# Everything of all namespaces takes about 83 MiB: most of it fits, and there is always something to evict.
-MEMORY = 64 << 20
+# Everything of all namespaces takes about 83 MiB: half of it fits, and there is always something to evict.
+MEMORY = 40 << 20
 
 
 class Plan(NamedTuple):
@@ -41,6 +41,7 @@ class Plan(NamedTuple):
 
 PLANS = (
     Plan("solo", "gqa", one_process=True),
+    Plan("twin", "gqa", one_process=True),
     Plan("pair", "gqa", one_process=False),
     Plan("tp2", "tp2", one_process=False),
     Plan("mla", "mla", one_process=False),

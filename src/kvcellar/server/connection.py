@@ -130,6 +130,7 @@ class Connection(asyncio.Protocol):
             self.send(welcome)
 
     def _on_request(self, caller: Caller, request: m.Request) -> None:
+        caller.count_message()
         results = [self._perform(caller, op, request.deadline_ms / 1000) for op in request.ops]
         if not any(map(inspect.isawaitable, results)):
             self.send(m.Reply(request.id, cast(tuple[m.Result, ...], tuple(results))))

@@ -41,6 +41,10 @@ class Caller:
             raise NotAttached("only schedulers and workers can do that")
         return self._member
 
+    def count_message(self) -> None:
+        if self._member is not None:
+            self._member.session.counts["messages"] += 1
+
     def detach(self) -> None:
         """It has left: what it might still say holds nothing."""
         self._member = None
