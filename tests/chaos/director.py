@@ -37,6 +37,7 @@ EXTRA = ("cut rank", "cut scheduler", "restart server")
 
 _PAUSE_S, _NAP_S, _REPLACE_S = (0.05, 0.7), (0.05, 1.5), (0.0, 0.3)
 _SETTLE_S = 15.0
+_AUDIT_EVERY = 25  # faults: the server forgets shares with its own end, so leaks are looked for in between
 _SETTLED_S = 3.0  # by then a rank has attached
 
 
@@ -73,6 +74,8 @@ class Director:
             kind = self._random.choices(list(KINDS), list(KINDS.values()))[0]
             if self._harm(kind):
                 self.score.faults[kind] += 1
+                if self.score.faults.total() % _AUDIT_EVERY == 0:
+                    self._pause()
             self._tell(self.score.progress(faults, EXTRA))
         self._repair_all()
         self._end()
@@ -207,19 +210,35 @@ class Director:
         for child in self._leaving:
             if child.wait() is None:
                 self.score.broken.append(f"{child.name} did not go home when its scheduler was killed")
+        self._leaving = [child for child in self._leaving if child.alive]
 
-    def _end(self) -> None:
-        assert self._observer is not None
-        assert self._server.child is not None
+    def _pause(self) -> None:
+        """Repair everything and ask nothing: then nobody may hold anything. Afterwards the load goes on."""
+        self._repair_all()
+        for child in self._settle():
+            child.say("go on")
+
+    def _settle(self) -> list[Child]:
+        """Returns the schedulers, which ask nothing any more."""
         observer, score = self._observer, self.score
-        children = [child for engine in self._engines for child in engine.children]
+        assert observer is not None
         schedulers = [engine.scheduler for engine in self._engines if engine.scheduler]
+        with self._lock:
+            self._idle.clear()
         for child in schedulers:
             child.say("idle")
         score.broken += eventually(
             lambda: [c.name + " does not settle" for c in schedulers if c not in self._idle], _SETTLE_S
         )
         score.leaks += eventually(lambda: held(observer.status()), 5.0)
+        return schedulers
+
+    def _end(self) -> None:
+        assert self._observer is not None
+        assert self._server.child is not None
+        observer, score = self._observer, self.score
+        children = [child for engine in self._engines for child in engine.children]
+        schedulers = self._settle()
         for child in schedulers:
             child.say("close")
         for child in children:

@@ -2,8 +2,8 @@
 
     python -m tests.chaos.engine ROLE SERVER SESSION SPACE DOOR [RANK]
 
-DOOR is the socket on which ranks reach their scheduler. Orders come on stdin: idle, cut, close. When stdin
-ends, whoever directed the run is gone, and so is this process.
+DOOR is the socket on which ranks reach their scheduler. Orders come on stdin: idle, go on, cut, close. When
+stdin ends, whoever directed the run is gone, and so is this process.
 """
 
 import logging
@@ -12,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-from tests.chaos.links import cut_links, remember_links
+from tests.chaos.links import remember_links
 from tests.chaos.planner import Planner
 from tests.chaos.rank import Rank
 from tests.chaos.report import Reporter
@@ -23,10 +23,12 @@ def _obey(planner: Planner | None, worker: Rank | None, closed: threading.Event)
         match line.strip():
             case "idle" if planner is not None:
                 planner.stop_asking.set()
+            case "go on" if planner is not None:
+                planner.stop_asking.clear()
             case "cut" if worker is not None:
                 worker.cut_soon.set()  # in the middle of a copy
-            case "cut":
-                cut_links()
+            case "cut" if planner is not None:
+                planner.cut_soon.set()
             case "close":
                 closed.set()
     os._exit(0)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvcellar.client import Grant, SchedulerClient
 from kvcellar.identity import ChunkKey
+from tests.chaos.links import cut_links
 from tests.chaos.report import Done, Job, Lines, Reporter
 from tests.chaos.world import PROMPTS, SPACES, prompt
 
@@ -37,6 +38,7 @@ class _Work:
 class Planner:
     def __init__(self, server: Path, session: str, space: str, door: Path, reporter: Reporter) -> None:
         self.stop_asking = threading.Event()
+        self.cut_soon = threading.Event()
         self._namespace = SPACES[space]
         self._client = SchedulerClient(server, session, self._namespace, space)
         self._reporter = reporter
@@ -49,17 +51,17 @@ class Planner:
         self._door.listen()
 
     def run(self, closed: threading.Event) -> None:
-        idle = False
+        told_idle = False
         while not closed.is_set():
             if not self.stop_asking.is_set() and len(self._work) < _UNDER_WAY:
                 self._ask()
             self._flush_and_collect()
             self._hear(self._random.uniform(0.001, 0.008))
             self._check_reservations()
-            settled = self.stop_asking.is_set() and not self._work and not self._reserved
-            if settled and not idle:
-                idle = True
+            idle = self.stop_asking.is_set() and not self._work and not self._reserved
+            if idle and not told_idle:
                 self._reporter.publish(idle=True)
+            told_idle = idle
             self._reporter.publish_sometimes()
         for lines in self._ranks.values():
             lines.sock.close()  # which sends them home
@@ -118,6 +120,9 @@ class Planner:
         if self._random.random() < 0.15:
             keep = self._random.randint(1, grant.chunks)
             give_back(grant.lease, keep, grant.chunks)
+            if self.cut_soon.is_set():  # the worst moment: what was given back has not been said yet
+                self.cut_soon.clear()
+                cut_links()
         places = [row[:keep].tolist() for row in grant.places]
         job = Job(writing, grant.lease, [key.hex() for key in keys[:keep]], places)
         self._work[grant.lease] = _Work(job, set(needed))

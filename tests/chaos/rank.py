@@ -22,7 +22,7 @@ from tests.chaos.report import Done, Job, Lines, Reporter
 from tests.chaos.world import SPACES, truth
 
 _FLUSH_S, _MAP_S, _CLOSE_S = 0.5, 2.0, 4.0
-_SCHEDULER_S = 6.0
+_SCHEDULER_S, _CONNECT_S = 6.0, 2.0
 _POISON = 0xEE
 
 
@@ -59,6 +59,7 @@ class Rank:
     def __init__(self, server: Path, session: str, rank: int, space: str, reporter: Reporter) -> None:
         self.rank = rank
         self.cut_soon = threading.Event()
+        self._was_cut = False
         self._reporter = reporter
         self._random = random.Random(f"{session}/{rank}/{time.monotonic_ns()}")
         namespace = SPACES[space]
@@ -83,7 +84,14 @@ class Rank:
             self._reporter.publish_sometimes()
 
     def _do(self, job: Job) -> Done:
-        return Done(self.rank, job.lease, self._store(job) if job.writing else self._load(job))
+        done = Done(self.rank, job.lease, self._store(job) if job.writing else self._load(job))
+        if self._was_cut:
+            # The jobs that follow were granted before we attach again, and must not be done any more: give
+            # others time to get the places.
+            self._was_cut = False
+            self._worker.wait_connected(_CONNECT_S)
+            time.sleep(self._random.uniform(0.0, 0.3))
+        return done
 
     def _store(self, job: Job) -> bool:
         try:
@@ -130,6 +138,7 @@ class Rank:
         """Before a chunk is copied. `slow`: how likely it is that this takes very long."""
         if self.cut_soon.is_set() and self._random.random() < 10 * slow:
             self.cut_soon.clear()
+            self._was_cut = True
             cut_links()
             time.sleep(self._random.uniform(0.1, 0.5))
         elif self._random.random() < slow:

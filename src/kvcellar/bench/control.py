@@ -6,7 +6,10 @@ same operations right afterwards, so that both saw the same machine.
 """
 
 import itertools
+import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -15,7 +18,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.live import Live
 
-from kvcellar.bench.child import ServerProcess, must, running_server
+from kvcellar.bench.child import ServerProcess, child, must, running_server
 from kvcellar.bench.control_table import control_table
 from kvcellar.bench.crowd import measure_crowd
 from kvcellar.bench.engine import CHUNK_TOKENS, Engine, fresh_keys
@@ -42,6 +45,8 @@ NOTES = [
     "per chunk and rank, which nobody writes.",
     "ready_s: from the spawn of `python -m kvcellar serve` to the answer to a first request; median.",
     f"roundtrip, pipelined: Ping; pipelined writes {OUTSTANDING} requests at once and waits for all answers.",
+    "roundtrip: over all started servers. It depends on whether the kernel keeps client and server on one "
+    "core or wakes another; bare_echo, two processes that only return what they are sent, shows what that costs.",
     "lookup: SchedulerClient.lookup from keys to places, a full hit on every rank; giving back is not timed.",
     "store_bookkeeping: reserve of new chunks by SchedulerClient, then a Commit from every rank, all under "
     "way at once, until the last answer. There is free memory: what was stored is cleared before the next.",
@@ -61,7 +66,7 @@ class Budget(NamedTuple):
 
 class Plan(NamedTuple):
     starts: int
-    roundtrips: int
+    roundtrips: int  # to each of the started servers
     pipelined_s: float
     lookup: Budget
     store: Budget
@@ -70,8 +75,8 @@ class Plan(NamedTuple):
     objects: int
 
 
-FULL = Plan(9, 10_000, 3.0, Budget(5.0, 2000), Budget(3.0, 500), 64, 5.0, 1_000_000)
-QUICK = Plan(3, 1000, 0.5, Budget(0.3, 500), Budget(0.3, 100), 64, 1.0, 100_000)
+FULL = Plan(11, 1000, 3.0, Budget(5.0, 2000), Budget(3.0, 500), 64, 5.0, 1_000_000)
+QUICK = Plan(3, 500, 0.5, Budget(0.3, 500), Budget(0.3, 100), 64, 1.0, 100_000)
 
 Say = Callable[[str], None]
 
@@ -97,11 +102,10 @@ def run_control(*, quick: bool = False, peer: str = "") -> dict[str, Any]:
 
 
 def measure(plan: Plan, say: Say) -> dict[str, Any]:
-    say(f"starting a server {plan.starts} times")
-    figures: dict[str, Any] = {"ready_s": _ready(plan.starts)}
+    say(f"starting a server {plan.starts} times, and round trips")
+    figures = _starts(plan.starts, plan.roundtrips)
     with running_server(_MEMORY) as server:
-        say("round trips")
-        figures |= _roundtrips(server, plan.roundtrips)
+        say("pipelined requests")
         figures["pipelined_per_s"] = _pipelined(server, plan.pipelined_s)
         say("lookups")
         figures["lookup"] = _cases(_lookups(server, plan.lookup))
@@ -127,26 +131,48 @@ def _cases(cases: Iterator[Case]) -> dict[str, Any]:
     return {f"{case.size}_tp{case.tp}": case.figures for case in cases}
 
 
-def _ready(starts: int) -> float:
-    times = []
+def _starts(starts: int, count: int) -> dict[str, Any]:
+    """Start-up, and round trips to each of these servers: one may happen to run on our core, another not."""
+    ready, pings, echoes = [], [], []
     for _ in range(starts):
         with running_server(_MEMORY) as server:
-            times.append(server.ready_s)
-    return round(statistics.median(times), 3)
-
-
-def _roundtrips(server: ServerProcess, count: int) -> dict[str, Any]:
-    times = []
-    link = server.connect()
-    for _ in range(count):
-        start = time.perf_counter()
-        link.call(m.Ping(), _WAIT_S)
-        times.append(time.perf_counter() - start)
-    link.close()
+            ready.append(server.ready_s)
+            pings += _pings(server, count)
+        echoes += _echoes(count)
     return {
-        f"roundtrip_{name}_us": round(percentile(times, share) * 1e6, 1)
-        for name, share in (("p50", 0.5), ("p99", 0.99))
+        "ready_s": round(statistics.median(ready), 3),
+        "roundtrip_p50_us": round(percentile(pings, 0.5) * 1e6, 1),
+        "roundtrip_p99_us": round(percentile(pings, 0.99) * 1e6, 1),
+        "bare_echo_p50_us": round(percentile(echoes, 0.5) * 1e6, 1),
     }
+
+
+def _pings(server: ServerProcess, count: int) -> list[float]:
+    link = server.connect()
+    times = [_timed(lambda: link.call(m.Ping(), _WAIT_S)) for _ in range(count)]
+    link.close()
+    return times
+
+
+def _echoes(count: int) -> list[float]:
+    """What two processes that do nothing else need for 20 bytes there and back: the machine's own part."""
+    echo = "import socket\nend = socket.socket(fileno=0)\nwhile data := end.recv(64):\n    end.send(data)"
+    ours, theirs = socket.socketpair()
+    with ours, theirs, child([sys.executable, "-c", echo], stdin=theirs.fileno(), stdout=subprocess.DEVNULL):
+        theirs.close()  # the other process has it now: should that end, we do not wait for ever
+
+        def there_and_back() -> None:
+            ours.send(bytes(20))
+            must(bool(ours.recv(64)), "the echo ended")
+
+        there_and_back()  # it is running
+        return [_timed(there_and_back) for _ in range(count)]
+
+
+def _timed(operation: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    operation()
+    return time.perf_counter() - start
 
 
 def _pipelined(server: ServerProcess, seconds: float) -> int:

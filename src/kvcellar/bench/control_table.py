@@ -63,6 +63,7 @@ def _single(result: dict[str, Any]) -> Iterator[Row]:
     for name, key, unit in (
         ("ready", "ready_s", "s"),
         ("round trip", "roundtrip_p50_us", "us"),
+        ("  a bare echo", "bare_echo_p50_us", "us"),
         ("pipelined", "pipelined_per_s", "/s"),
     ):
         p99 = result["roundtrip_p99_us"] if key == "roundtrip_p50_us" else None
