@@ -37,7 +37,7 @@ EXTRA = ("cut rank", "cut scheduler", "restart server")
 
 _PAUSE_S, _NAP_S, _REPLACE_S = (0.05, 0.7), (0.05, 1.5), (0.0, 0.3)
 _SETTLE_S = 15.0
-_AUDIT_EVERY = 25  # faults: the server forgets shares with its own end, so leaks are looked for in between
+_AUDIT_EVERY = 10  # faults: the server forgets shares with its own end, so leaks are looked for in between
 _SETTLED_S = 3.0  # by then a rank has attached
 
 
@@ -206,7 +206,7 @@ class Director:
     def _repair_all(self) -> None:
         while self._later:
             heapq.heappop(self._later)[2]()
-        self._wait(1.0)
+        self._wait(0.5)
         for child in self._leaving:
             if child.wait() is None:
                 self.score.broken.append(f"{child.name} did not go home when its scheduler was killed")

@@ -134,16 +134,19 @@ class Planner:
             self._lost(rank)
 
     def _hear(self, timeout: float) -> None:
-        sockets = {lines.sock: rank for rank, lines in self._ranks.items()}
-        readable, _, _ = select.select([self._door, *sockets], [], [], timeout)
+        ranks = {lines.sock: (rank, lines) for rank, lines in self._ranks.items()}
+        readable, _, _ = select.select([self._door, *ranks], [], [], timeout)
         for sock in readable:
             if sock is self._door:
                 self._let_in()
-            elif (dones := self._ranks[sockets[sock]].receive(Done)) is None:
-                self._lost(sockets[sock])
-            else:
-                for done in dones:
-                    self._settle(done)
+                continue
+            rank, lines = ranks[sock]
+            if self._ranks.get(rank) is not lines:
+                continue  # replaced a moment ago
+            if (dones := lines.receive(Done)) is None:
+                self._lost(rank)
+            for done in dones or ():
+                self._settle(done)
 
     def _let_in(self) -> None:
         sock, _ = self._door.accept()

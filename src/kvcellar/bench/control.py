@@ -46,7 +46,8 @@ NOTES = [
     "ready_s: from the spawn of `python -m kvcellar serve` to the answer to a first request; median.",
     f"roundtrip, pipelined: Ping; pipelined writes {OUTSTANDING} requests at once and waits for all answers.",
     "roundtrip: over all started servers. It depends on whether the kernel keeps client and server on one "
-    "core or wakes another; bare_echo, two processes that only return what they are sent, shows what that costs.",
+    "core or wakes another; bare_echo, two processes that only return what they are sent, shows what that "
+    "costs.",
     "lookup: SchedulerClient.lookup from keys to places, a full hit on every rank; giving back is not timed.",
     "store_bookkeeping: reserve of new chunks by SchedulerClient, then a Commit from every rank, all under "
     "way at once, until the last answer. There is free memory: what was stored is cleared before the next.",
