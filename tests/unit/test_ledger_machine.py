@@ -393,7 +393,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(member=st.sampled_from(MEMBERS), keep=st.booleans())
     def attach(self, member: Member, keep: bool) -> None:
         session = self.ledger.join(*member)
-        if member.rank != SCHEDULER and member in self.model.members:
+        if member.rank != SCHEDULER:
             self.model.drop({member})
         self.model.members.add(member)
         if member.rank == SCHEDULER:
