@@ -10,12 +10,11 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.chaos.fleet import Child, Engine, Server
-from tests.chaos.observer import AtRest, Observer, eventually, held, leaks
+from tests.chaos.observer import AtRest, Observer, eventually, held, leaks, ways_out
 from tests.chaos.report import SLACK_S, News
 from tests.chaos.score import Score
 from tests.chaos.world import PLANS
@@ -139,6 +138,7 @@ class Director:
         if guard is not None:
             guard.stop()
             before = observer.pin()
+            self.score.left.update(ways_out(observer.status()))
         if verb == "kill":
             server.kill()
         else:
@@ -246,7 +246,7 @@ class Director:
                 score.broken.append(f"{child.name} ended with {code}")
         observer.close()
         score.leaks += eventually(lambda: leaks(observer.status()), 5.0)
-        score.server_counts = Counter(observer.status().counts)
+        score.left.update(ways_out(observer.status()))
         score.slowest_start = self._server.slowest_start
         self._server.child.terminate()
         if self._server.child.wait() != 0:

@@ -4,6 +4,7 @@ Asks as engines without ranks would.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,6 +87,12 @@ def held(status: StatusReport) -> list[str]:
         for one in status.sessions
         if one.leases
     ]
+
+
+def ways_out(status: StatusReport) -> Counter[str]:
+    """How stripes left since the server started."""
+    groups = [group for space in status.namespaces for group in space.groups]
+    return sum((Counter(group.left_by) for group in groups), Counter())
 
 
 def leaks(status: StatusReport) -> list[str]:

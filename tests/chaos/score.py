@@ -14,7 +14,7 @@ class Score:
         self.seed = seed
         self.faults: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-        self.server_counts: Counter[str] = Counter()
+        self.left: Counter[str] = Counter()  # how stripes left, as servers said at their end
         self.stored: set[str] = set()  # ever, and confirmed
         self.wrong: list[str] = []
         self.late: list[str] = []
@@ -82,6 +82,8 @@ class Score:
             table.add_row(name.replace("_", " "), f"{self.counts[name]:,}")
         for name in sorted(name for name in self.counts if name.startswith("miss: ") and self.counts[name]):
             table.add_row(name.replace("_", " "), f"{self.counts[name]:,}")
+        for way in sorted(self.left):
+            table.add_row(f"stripes {way}", f"{self.left[way]:,}")
         table.add_row("objects compared at rest", f"{self.at_rest:,}")
         table.add_row("slowest server start", f"{self.slowest_start:.2f} s")
         table.add_section()
@@ -91,5 +93,5 @@ class Score:
         table.add_row("leaked slots, shares, sessions", str(len(self.leaks)))
         table.add_row("broken promises, crashes", str(len(self.broken) + len(self.torn)))
         worst = f", worst {min(self.restarts):.1%}" if self.restarts else ""
-        table.add_row(f"found after {len(self.restarts)} server kills", f"{self.recovery:.2%}{worst}")
+        table.add_row(f"found again after {len(self.restarts)} server kills", f"{self.recovery:.2%}{worst}")
         return table

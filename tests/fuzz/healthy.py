@@ -23,9 +23,10 @@ from kvcellar.client import AdminClient, Grant, SchedulerClient, WorkerClient
 from kvcellar.identity import ChunkKey, CopyPlan, make_plan
 from kvcellar.slab import NO_PLACE, Bytes
 from kvcellar.transfer import HostTransfer
-from tests.fuzz.words import HEALTHY, namespace
+from tests.fuzz.values import namespace
+from tests.fuzz.words import HEALTHY
 
-KEPT, CHURN = namespace(100, tenant="kept"), namespace(102, tenant="churn")
+KEPT, CHURN = namespace(96, tenant="kept"), namespace(102, tenant="churn")
 _PROMPTS, _CHUNKS = 24, 8
 _ANSWER_S = 1.0
 _PAUSE_S = 0.003

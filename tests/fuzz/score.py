@@ -4,6 +4,8 @@ from collections import Counter, defaultdict
 
 from rich.table import Table
 
+from tests.fuzz.words import PROPER
+
 GROWTH_LIMIT = 20 << 20
 
 
@@ -22,8 +24,7 @@ class Score:
 
     @property
     def frames(self) -> int:
-        """But for a proper Hello, which only opens the door."""
-        return sum(count for (kind, _), count in self.outcomes.items() if kind != "hello")
+        return sum(count for (kind, _), count in self.outcomes.items() if kind not in PROPER)
 
     @property
     def growth(self) -> int:

@@ -1,23 +1,22 @@
-"""What a fuzzer says: frames of every kind of wrongness, and some that are right, from a seeded random
-source.
+"""What a fuzzer says: frames of every kind of wrongness, and some that are right.
 
 An act is one connection: its first byte, its frames, and what comes of it as far as can be known beforehand.
 Knows no sockets.
 """
 
-import random
 import struct
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
-from kvcellar.identity import BlockHash, ChunkKey, Group, Layer, Namespace, ParallelStrategy
+from kvcellar.identity import Group, Layer, ParallelStrategy
 from kvcellar.wire import CONTROL, DESCRIPTOR, MAX_FRAME, encode
 from kvcellar.wire import messages as m
+from tests.fuzz.values import NAMESPACES, Values, namespace
 
-LEASE_BITS = 40
 HEALTHY = "healthy"  # the session of the client that behaves
+PROPER = ("hello", "register")  # kinds that only open the door: they are not counted
 
 
 class Frame(NamedTuple):
@@ -26,9 +25,7 @@ class Frame(NamedTuple):
 
 
 class Act(NamedTuple):
-    """`answered` frames get a Reply each, the first of them by Welcome if it is Hello; `last` ends the
-    connection.
-    """
+    """`answered` frames get a Reply each, or Welcome for a Hello; `last` ends the connection."""
 
     opening: bytes
     answered: list[Frame]
@@ -36,38 +33,18 @@ class Act(NamedTuple):
     is_open_ended: bool  # the server may be waiting for more after `last`: end the stream and see
 
 
-def namespace(number: int = 0, **changes: Any) -> Namespace:
-    fields: dict[str, Any] = {
-        "engine": "fuzz/1",
-        "model": f"fuzz-{number}",
-        "weights": "",
-        "kv_dtype": "bfloat16",
-        "kv_layout": "NHD",
-        "groups": (Group(16, (Layer("layers.0", 256),)),) * (1 + number % 3),
-        "parallel": ParallelStrategy(tp=1 + number % 2),
-        "chunk_tokens": 256,
-        "block_hash": BlockHash("sha256", 16, "00"),
-        "checksum": "xxh3-64",
-    }
-    return Namespace(**fields | changes)
-
-
-NAMESPACES = [namespace(number) for number in range(4)]
-_RANKS = 3
 # Many of these in one request would be a large frame, or a large answer, and not another kind of wrong.
 _ALONE = ("large", "not allowed in this role", "absurd register")
+_RANKS = 3
 Role = Literal["scheduler", "worker", "admin"]
 _ROLES: tuple[Role, ...] = ("scheduler", "scheduler", "worker", "worker", "admin")
 
 
-class Words:
+class Words(Values):
     """`session` says which engine the fuzzer plays; acts of one session must not overlap."""
 
     def __init__(self, seed: str, foreign: list[bytes]) -> None:
-        self.random = random.Random(seed)
-        self.epoch = 0  # of the server, and ...
-        self.newest = 0  # ... a lease it granted: learnt on the way
-        self._foreign = foreign  # namespace ids of others
+        super().__init__(seed, foreign)
         self._ids = 0
         self._session = ""
 
@@ -82,18 +59,21 @@ class Words:
             return Act(DESCRIPTOR, [], self._question(), is_open_ended=True)
         if draw < 0.25:
             return Act(CONTROL, [], *self._ending(attached=False))
-        hello = self._hello()
-        count = self.random.choice((0, 2, 5, 12))
-        answered = [hello] + [self._request() for _ in range(count)]
+        answered = [self._hello()]
+        if self.random.random() < 0.5:
+            space = self.random.choice(NAMESPACES)
+            self.favourite = space.id
+            answered.append(Frame("register", self._frame((m.Register(space),))))
+        answered += [self._request() for _ in range(self.random.choice((0, 2, 5, 12)))]
         return Act(CONTROL, answered, *self._ending(attached=True))
 
     # -- frames that are answered ------------------------------------------------------------------------
 
     def _hello(self) -> Frame:
         role = self.random.choice(_ROLES)
-        leases = tuple(self._lease() for _ in range(self.random.choice((0, 0, 1, 50))))
+        leases = tuple(self.lease() for _ in range(self.random.choice((0, 0, 1, 50))))
         rank = self.random.randrange(_RANKS)
-        label = self._text(self.random.choice((0, 10, 1000)))
+        label = self.text(self.random.choice((0, 10, 1000)))
         hello = m.Hello(m.PROTOCOL_VERSION, role, self._session, rank, label, leases)
         return Frame("hello", encode(hello))
 
@@ -112,26 +92,25 @@ class Words:
 
     def _unknown_lease(self) -> m.Operation:
         kind = self.random.choice((m.Release, m.Commit, m.Abort))
-        return kind(self._lease(), *self._span())
+        return kind(self.lease(), *self.span())
 
     def _condemn(self) -> m.Operation:
-        return m.Condemn(
-            self._lease(), self.random.choice((0, 1, 63)), self.random.choice((0, 7, m.MAX_KEYS))
-        )
+        return m.Condemn(self.lease(), self.random.choice((0, 1, 63)), self.random.choice((0, 7, m.MAX_KEYS)))
 
     def _out_of_order(self) -> m.Operation:
-        space = self._space_id()
+        space = self.space_id()
         return self.random.choice(
             (
                 m.Unmapped(space, self.random.randrange(64), self.random.randrange(1 << 14)),
                 m.Register(self.random.choice(NAMESPACES)),
-                m.Lookup(space, self._keys(3)),
-                m.Reserve(space, self._keys(3)),
+                m.Lookup(space, self.keys(3)),
+                m.Reserve(space, self.keys(3)),
             )
         )
 
     def _after_leave(self) -> m.Operation:
-        return self.random.choice((m.Leave(), m.Lookup(self._space_id(), self._keys(2)), m.Ping()))
+        words = (m.Lookup(self.space_id(), self.keys(2)), m.Reserve(self.space_id(), self.keys(2)))
+        return m.Leave() if self.random.random() < 0.1 else self.random.choice(words)
 
     def _wrong_role(self) -> m.Operation:
         # Never what an admin may do to somebody else: the healthy client shall find all it stored.
@@ -140,13 +119,13 @@ class Words:
         return self.random.choice(forbidden)
 
     def _odd_keys(self) -> m.Operation:
-        return m.Lookup(self._space_id(), self.random.randbytes(16 + self.random.randint(1, 15)))
+        return m.Lookup(self.space_id(), self.random.randbytes(16 + self.random.randint(1, 15)))
 
     def _strange_reserve(self) -> m.Operation:
-        keys = self._keys(self.random.choice((1, 2, 40)))
+        keys = self.keys(self.random.choice((1, 2, 40)))
         parent = self.random.choice((None, keys[:16], keys[-16:], self.random.randbytes(16)))
         groups = self.random.choice((None, (63,), (0, 0), (0, 1, 2), tuple(range(64))))
-        return m.Reserve(self._space_id(), keys, parent, groups)
+        return m.Reserve(self.space_id(), keys, parent, groups)
 
     def _absurd_register(self) -> m.Operation:
         layer = Layer("large", 1 << 30)
@@ -157,17 +136,17 @@ class Words:
                     namespace(groups=(Group(1, (layer,) * 64),) * 64),
                     namespace(parallel=ParallelStrategy(tp=1024)),
                     namespace(parallel=ParallelStrategy(tp=1, pp=1)),
-                    namespace(tenant=self._text(2000)),
+                    namespace(tenant=self.text(2000)),
                     namespace(checksum="none"),
                 )
             )
         )
 
     def _large(self) -> m.Operation:
-        keys = self._keys(self.random.choice((m.MAX_KEYS, m.MAX_KEYS // 8)))
+        keys = self.keys(self.random.choice((m.MAX_KEYS, m.MAX_KEYS // 8)))
         if self.random.random() < 0.5:
-            return m.Lookup(self._space_id(), keys)
-        return m.Reserve(self._space_id(), keys)
+            return m.Lookup(self.space_id(), keys)
+        return m.Reserve(self.space_id(), keys)
 
     _OPERATIONS: ClassVar[dict[str, Callable[["Words"], m.Operation]]] = {
         "lease of nobody, or of somebody else": _unknown_lease,
@@ -200,17 +179,17 @@ class Words:
         return struct.pack("<I", length) + self.random.randbytes(self.random.choice((0, 100)))
 
     def _wrong_shape(self, _attached: bool) -> bytes:
-        return _framed(msgspec.msgpack.encode(self._value(3)))
+        return _framed(msgspec.msgpack.encode(self.value(3)))
 
     def _nearly_right(self, _attached: bool) -> bytes:
         """The name of a message, and fields that it does not have."""
         name = self.random.choice(("Hello", "Request", "Welcome", "Ping", "Lookup", "Nobody"))
-        fields = [self._value(2) for _ in range(self.random.randrange(8))]
+        fields = [self.value(2) for _ in range(self.random.randrange(8))]
         return _framed(msgspec.msgpack.encode([name, *fields]))
 
     def _wrong_operations(self, _attached: bool) -> bytes:
         name = self.random.choice(("Ping", "Lookup", "Reserve", "Commit", "Register", "Reply"))
-        op = [name, *(self._value(2) for _ in range(self.random.randrange(1, 6)))]
+        op = [name, *(self.value(2) for _ in range(self.random.randrange(1, 6)))]
         ops: list[Any] = [op] * self.random.choice((1, 2, m.MAX_OPS + 1))
         return _framed(msgspec.msgpack.encode(["Request", self.random.choice((1, -1, 1 << 62)), 50, ops]))
 
@@ -293,7 +272,7 @@ class Words:
         """What goes over a descriptor connection."""
         version = self.random.choice((m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, 7))
         rank, rack = self.random.randrange(_RANKS), self.random.choice((0, 1, (1 << 14) - 1))
-        fetch = m.FetchSlab(version, self._session, rank, self._space_id(), self.random.choice((0, 63)), rack)
+        fetch = m.FetchSlab(version, self._session, rank, self.space_id(), self.random.choice((0, 63)), rack)
         data = bytearray(encode(fetch))
         draw = self.random.random()
         if draw < 0.2:
@@ -308,57 +287,18 @@ class Words:
             )
         return Frame("descriptor question", bytes(data))
 
-    # -- values ------------------------------------------------------------------------------------------
+    # -- words that are right ------------------------------------------------------------------------------
 
     def _valid(self) -> Frame:
         ops = self.random.choice(
             (
                 (m.Ping(),),
                 (m.Register(self.random.choice(NAMESPACES)),),
-                (m.Lookup(self._space_id(), self._keys(4)), m.Ping()),
-                (m.Commit(self._lease(), 0, 3), m.Condemn(self._lease(), 0, 1)),
+                (m.Lookup(self.space_id(), self.keys(4)), m.Ping()),
+                (m.Commit(self.lease(), 0, 3), m.Condemn(self.lease(), 0, 1)),
             )
         )
         return Frame("valid", self._frame(ops))
-
-    def _lease(self) -> int:
-        near = self.newest + self.random.randint(-40, 40)
-        guesses = (
-            0,
-            1,
-            near,
-            near,
-            near,
-            self.epoch << LEASE_BITS,
-            (1 << 62) - 1,
-            self.random.getrandbits(62),
-        )
-        return max(0, self.random.choice(guesses))
-
-    def _span(self) -> tuple[int, int]:
-        return self.random.choice(((0, 1), (0, 3), (0, m.MAX_KEYS), (5, 2), (m.MAX_KEYS, 0), (1, 40)))
-
-    def _space_id(self) -> bytes:
-        known = [space.id for space in NAMESPACES]
-        return self.random.choice((*known, *known, *self._foreign, self.random.randbytes(16)))
-
-    def _keys(self, count: int) -> bytes:
-        """Few enough that sessions meet in them."""
-        if count > 100:
-            return self.random.randbytes(16 * count)
-        return b"".join(ChunkKey(self.random.randrange(400).to_bytes(16, "little")) for _ in range(count))
-
-    def _text(self, length: int) -> str:
-        return "".join(self.random.choices("abc \n\x00\x1b\u20ac", k=length))
-
-    def _value(self, depth: int) -> Any:
-        kind = self.random.randrange(9 if depth else 7)
-        if kind == 7:
-            return [self._value(depth - 1) for _ in range(self.random.randrange(5))]
-        if kind == 8:
-            return {self._text(3): self._value(depth - 1) for _ in range(self.random.randrange(3))}
-        simple = (None, True, self.random.getrandbits(64), -self.random.getrandbits(63), self.random.random())
-        return (*simple, self._text(5), self.random.randbytes(self.random.choice((0, 16, 40))))[kind]
 
 
 def _framed(body: bytes) -> bytes:

@@ -46,7 +46,7 @@ class Lease:
         self.stripes = stripes
         self.writing = writing
         held = (1 << len(stripes)) - 1
-        if None in stripes:
+        if (writing or room.has_windows) and None in stripes:  # else nothing leaves a gap
             held = sum(1 << bit for bit, stripe in enumerate(stripes) if stripe is not None)
         self.left = dict.fromkeys(ranks, held)
         self.aborted = 0

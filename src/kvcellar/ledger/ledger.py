@@ -11,7 +11,7 @@ memory happen elsewhere and later; an engine acts on a decision only while it ho
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from kvcellar.errors import BadRequest, UnknownNamespace, WrongOwner
 from kvcellar.identity import (
@@ -126,19 +126,26 @@ class Ledger:
         chunks = min(map(len, rows))
         if room.has_windows:
             chunks = fold_windows(chunks, room.windows, lambda group, chunk: rows[group][chunk] is not None)
-        session.counts.update(lookups=1, asked_chunks=len(keys), hit_chunks=chunks)
+        session.counts["lookups"] += 1
+        session.counts["asked_chunks"] += len(keys)
+        session.counts["hit_chunks"] += chunks
         if not chunks:
             return Granted(NO_LEASE, 0, [], "hold_limit" if keys and not fits else "")
         for row, window in zip(rows, room.windows, strict=True):
-            first = needed_chunks(chunks, window).start
-            row[:] = [None] * first + row[first:chunks]
+            if window is not None:
+                first = needed_chunks(chunks, window).start
+                row[:first] = [None] * first
+            del row[chunks:]
         return self._pin(session, room, chunks, rows, "hold_limit" if chunks == fits < len(keys) else "")
 
     def _pin(
         self, session: Session, room: Room, chunks: int, rows: list[list[Stripe | None]], reason: str
     ) -> Granted:
-        for shelf, row in zip(room.shelves, rows, strict=True):
-            session.held_bytes += shelf.stripe_bytes * shelf.pin(row)
+        for shelf, row, window in zip(room.shelves, rows, room.windows, strict=True):
+            # Only a window leaves gaps.
+            held = cast(list[Stripe], row) if window is None else [s for s in row if s is not None]
+            shelf.pin(held)
+            session.held_bytes += shelf.stripe_bytes * len(held)
         lease_id = self._open(session, room, tuple(range(len(rows))), chunks, rows, writing=False)
         return Granted(lease_id, chunks, _places(rows), reason)
 
@@ -268,7 +275,7 @@ class Ledger:
         parallel = room.namespace.parallel
         ranks = parallel.writer_ranks if writing else range(parallel.world_size)
         lease_id = LeaseId(next(self._lease_ids))
-        stripes = [stripe for row in rows for stripe in row]
+        stripes = rows[0] if len(rows) == 1 else [stripe for row in rows for stripe in row]
         session.leases[lease_id] = Lease(lease_id, room, groups, chunks, stripes, ranks, writing=writing)
         return lease_id
 

@@ -84,15 +84,15 @@ class Shelf:
             row.append(stripe)
         return row
 
-    def pin(self, row: Sequence[Stripe | None]) -> int:
-        """One more reader for these; returns how many they are."""
-        stripes = [stripe for stripe in row if stripe is not None]
+    def pin(self, stripes: Sequence[Stripe]) -> None:
+        """One more reader for these."""
         for stripe in stripes:
             stripe.pins += 1
-        self._policy.touch(stripes)
-        return len(stripes)
 
-    def unpin(self, stripes: Iterable[Stripe]) -> None:
+    def unpin(self, stripes: Sequence[Stripe]) -> None:
+        self._policy.touch(
+            stripes
+        )  # now, not when pinned: a lookup waits for this, and pins protect till now
         for stripe in stripes:
             stripe.pins -= 1
             if stripe.temporary and not stripe.pins:

@@ -6,6 +6,7 @@ unasked. Keys and places travel packed: 16 bytes a key, a little-endian u32 a pl
 can check are declared here, so a handler never sees an absurd value.
 """
 
+import struct
 from typing import Annotated, Literal
 
 import msgspec
@@ -18,6 +19,7 @@ PROTOCOL_VERSION = 1
 MAX_KEYS = 65_536
 MAX_OPS = 256
 
+_KEY = struct.Struct(f"{KEY_BYTES}s")
 Meta = msgspec.Meta
 NamespaceIdField = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 KeyField = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
@@ -291,4 +293,4 @@ SlabAnswer = SlabSent | Refused
 def split_keys(packed: bytes) -> list[ChunkKey]:
     if len(packed) % KEY_BYTES:
         raise BadRequest(f"{len(packed)} bytes are not a whole number of {KEY_BYTES}-byte keys")
-    return [ChunkKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
+    return [key for (key,) in _KEY.iter_unpack(packed)]
