@@ -38,6 +38,14 @@ class FrameReader(Generic[M]):
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
+    @property
+    def has_frame(self) -> bool:
+        """Whether `messages` would give, or raise, something."""
+        if len(self._buffer) < PREFIX:
+            return False
+        length = int.from_bytes(self._buffer[:PREFIX], "little")
+        return length > self._limit or len(self._buffer) >= PREFIX + length
+
     def messages(self) -> Iterator[M]:
         """Whole messages so far. May be left and taken up again at any point."""
         while len(self._buffer) >= PREFIX:
