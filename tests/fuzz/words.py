@@ -64,7 +64,7 @@ class Words(Values):
             space = self.random.choice(NAMESPACES)
             self.favourite = space.id
             answered.append(Frame("register", self._frame((m.Register(space),))))
-        answered += [self._request() for _ in range(self.random.choice((0, 2, 5, 12)))]
+        answered += [self._request() for _ in range(self.random.choice((0, 3, 8, 20)))]
         return Act(CONTROL, answered, *self._ending(attached=True))
 
     # -- frames that are answered ------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class Words(Values):
         if self.random.random() < 0.001:
             kind = "large"
         make = self._OPERATIONS.get(kind, Words._large)
-        several = kind not in _ALONE and self.random.random() < 0.05
+        several = kind not in _ALONE and self.random.random() < 0.02
         many = self.random.choice((2, 16, m.MAX_OPS)) if several else 1
         return Frame(kind, self._frame(tuple(make(self) for _ in range(many))))
 

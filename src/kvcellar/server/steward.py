@@ -131,16 +131,26 @@ class Steward:
             if self._ledger.rooms[NamespaceId(name)].pinned:
                 continue
             for key in sorted((key for key in self._arena.racks if key.namespace == name), reverse=True):
-                shelf = self._ledger.rooms[key.namespace].shelves[key.group]
-                if key not in self.leaving and shelf.is_idle(key.number):
+                if self._may_be_taken(key):
                     return key
         return None
+
+    def _may_be_taken(self, key: RackKey) -> bool:
+        """Nobody uses it, and nobody maps it who has yet to let go of another: a stalled engine costs one
+        rack.
+        """
+        assert self.members is not None
+        shelf = self._ledger.rooms[key.namespace].shelves[key.group]
+        if key in self.leaving or not shelf.is_idle(key.number):
+            return False
+        mapping = self.members.mapping(key)
+        return not any(member.maps & self.leaving for member in mapping)
 
     async def _take_back(self, key: RackKey) -> None:
         assert self.members is not None
         self.members.tell(key.namespace, RackLeaving(*key))
         self.released()
-        with contextlib.suppress(TimeoutError):  # a stalled engine: its rack goes when it can, take another
+        with contextlib.suppress(TimeoutError):  # a stalled engine: its rack goes when it can, do without
             async with asyncio.timeout(_RETURN_S):
                 while key in self.leaving:
                     self._returned.clear()
