@@ -9,7 +9,6 @@ import pytest
 import kvcellar
 
 PROJECT = Path(__file__).parents[2]
-WORKPLACE = ("/work/", ".library")
 
 
 def read(name: str) -> str:
@@ -24,15 +23,6 @@ def test_changelog_covers_this_version():
 @pytest.mark.parametrize("command", ["make demo", "make test"])
 def test_readme_gives_the_command_on_its_first_screen(command):
     assert command in "\n".join(read("README.md").splitlines()[:40])
-
-
-@pytest.mark.skipif(not (PROJECT / ".git").exists(), reason="not a git checkout")
-def test_no_tracked_file_speaks_of_the_authors_workplace():
-    words = [arg for word in WORKPLACE for arg in ("-e", word)]
-    here = Path(__file__).relative_to(PROJECT)  # the one file that must name them
-    command = ["git", "grep", "-I", "-n", "-F", *words, "--", f":!{here}"]
-    found = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
-    assert found.returncode == 1, found.stdout + found.stderr  # 1: searched, nothing found
 
 
 @pytest.mark.parametrize("module", ["kvcellar", "kvcellar.server"])

@@ -52,7 +52,7 @@ def _authorise(question: m.FetchSlab, peer: Peer, members: Members) -> tuple[Mem
     if member is None or not member.peer.process.same_as(peer.process):
         raise WrongOwner("attach as this rank first, from the same process")
     if question.namespace not in member.session.namespaces:
-        raise UnknownNamespace("this session has not registered that namespace")
+        raise UnknownNamespace("the engine has not registered that namespace")
     return member, RackKey(NamespaceId(question.namespace), question.group, question.rack)
 
 

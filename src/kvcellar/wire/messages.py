@@ -81,7 +81,7 @@ class Ping(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """Open a namespace for this session -> Registered."""
+    """Open a namespace for the engine -> Registered."""
 
     namespace: Namespace
 
