@@ -49,9 +49,10 @@ class Director:
         fuzzers = [self._start_fuzzer(number, frames // _FUZZERS) for number in range(_FUZZERS)]
         self._watch(server, healthy, fuzzers, frames, began + seconds)
         self.score.seconds = time.monotonic() - began
-        self.score.cpu_seconds = _cpu_seconds(server.pid)
-        self._look(server, "after the last")
-        self._end(server, healthy)
+        if not self.score.broken:
+            self.score.cpu_seconds = _cpu_seconds(server.pid)
+            self._look(server, "after the last")
+            self._end(server, healthy)
 
     def close(self) -> None:
         """Nothing is left: no process, no file."""
@@ -93,6 +94,7 @@ class Director:
                 stdout=subprocess.PIPE if hear else log,
                 stderr=log,
                 start_new_session=True,
+                env=os.environ | {"PYTHONFAULTHANDLER": "1"},  # last words, should it crash
             )
         self._children.append(child)
         if hear is not None:
