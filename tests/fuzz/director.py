@@ -23,7 +23,8 @@ from tests.fuzz.healthy import CHURN, KEPT, Pulse
 from tests.fuzz.score import Score
 
 REPOSITORY = Path(__file__).parents[2]
-_FUZZERS = 2
+_FUZZERS = 2  # at a time
+_FRAMES_EACH = 50_000  # then another takes its place: what a live process holds in silence is never freed
 _READY_S, _EXIT_S, _SETTLE_S = 10.0, 15.0, 10.0
 _MEMORY = 64 << 20
 
@@ -46,8 +47,7 @@ class Director:
         self._wait_for(lambda: self.score.counts["lookups"] > 0, _READY_S, "the healthy client did not start")
         self._look(server, "at the start")
         began = time.monotonic()
-        fuzzers = [self._start_fuzzer(number, frames // _FUZZERS) for number in range(_FUZZERS)]
-        self._watch(server, healthy, fuzzers, frames, began + seconds)
+        self._watch(server, healthy, frames, began + seconds)
         self.score.seconds = time.monotonic() - began
         if not self.score.broken:
             self.score.cpu_seconds = _cpu_seconds(server.pid)
@@ -114,7 +114,6 @@ class Director:
         for kind, outcome, count in progress.outcomes:
             score.outcomes[kind, outcome] += count
         score.counts.update(connections=progress.connections, silent=progress.silent)
-        score.counts["finished"] += progress.finished
         score.complaints += progress.complaints
 
     def _on_pulse(self, line: bytes) -> None:
@@ -126,22 +125,32 @@ class Director:
 
     # -- watching ----------------------------------------------------------------------------------------
 
-    def _watch(self, server, healthy, fuzzers, frames: int, give_up: float) -> None:
-        score, warm = self.score, False
-        while any(fuzzer.poll() is None for fuzzer in fuzzers):
+    def _watch(
+        self,
+        server: subprocess.Popen[bytes],
+        healthy: subprocess.Popen[bytes],
+        frames: int,
+        give_up: float,
+    ) -> None:
+        """Let fuzzers say it all, a few at a time."""
+        score, waiting = self.score, list(enumerate(_portions(frames)))
+        running: list[subprocess.Popen[bytes]] = []
+        while (waiting or running) and not score.broken:
+            while waiting and len(running) < _FUZZERS:
+                running.append(self._start_fuzzer(*waiting.pop(0)))
             time.sleep(0.1)
             self._tell(f"{score.frames:,} of {frames:,} frames, {len(score.violations())} violations")
-            if not warm and score.frames > frames // 10:
-                warm = True
+            if len(score.memory) == 1 and score.frames > frames // 10:
                 self._look(server, "after a tenth")
-            for name, child in (("server", server), ("healthy client", healthy)):
+            for name, child in [("server", server), ("healthy client", healthy)]:
                 if child.poll() is not None:
                     score.broken.append(f"the {name} died: {child.returncode}")
-                    return
+            for child in running:
+                if child.poll():
+                    score.broken.append(f"a fuzzer died: {child.returncode}")
+            running = [child for child in running if child.poll() is None]
             if time.monotonic() > give_up:
                 score.broken.append("not done in time")
-                return
-        self._wait_for(lambda: score.counts["finished"] == _FUZZERS, 5.0, "a fuzzer died")
 
     def _end(self, server: subprocess.Popen[bytes], healthy: subprocess.Popen[bytes]) -> None:
         """Only the healthy client is left, and then nobody: everything is as at the start."""
@@ -215,6 +224,11 @@ class Director:
                 return False
             time.sleep(0.02)
         return True
+
+
+def _portions(frames: int) -> list[int]:
+    count = max(_FUZZERS, -(-frames // _FRAMES_EACH))
+    return [-(-frames // count)] * count
 
 
 def _cpu_seconds(pid: int) -> float:

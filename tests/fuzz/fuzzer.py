@@ -6,6 +6,7 @@ Prints what became of them, one JSON line now and then. Ends when stdin does.
 """
 
 import contextlib
+import hashlib
 import os
 import select
 import socket
@@ -34,7 +35,6 @@ class Progress(msgspec.Struct):
     silent: int
     outcomes: list[tuple[str, str, int]]  # kind, outcome, how many
     complaints: list[str]
-    finished: bool = False
 
 
 class Silence:
@@ -94,11 +94,15 @@ class Fuzzer:
             while not talk.is_over:
                 self._wait([talk])
             self._end(talk)
-        self._tell(finished=True)
+        self._tell()
 
     def _begin(self, number: int) -> Talk:
-        """A session of its own: a process that attaches twice as the same rank ends its first connection."""
-        return Talk(self._path, self._words.act(f"{self._name}-{number}"), self._words)
+        """A session of its own: a process that attaches twice as the same rank ends its first connection.
+
+        Its name is more than a few flipped bits away from all others, or mutated words would do just that.
+        """
+        session = hashlib.blake2b(f"{self._name}/{number}".encode(), digest_size=8).hexdigest()
+        return Talk(self._path, self._words.act(session), self._words)
 
     def _wait(self, talks: list[Talk]) -> None:
         poll, by_fd = select.poll(), {talk.sock.fileno(): talk for talk in talks}
@@ -114,10 +118,10 @@ class Fuzzer:
     def _wrongs(self) -> int:
         return sum(count for (kind, _), count in self._outcomes.items() if kind not in PROPER)
 
-    def _tell(self, *, finished: bool = False) -> None:
+    def _tell(self) -> None:
         outcomes = [(kind, outcome, count) for (kind, outcome), count in self._outcomes.items()]
         silent, self._silence.ended = self._silence.ended, 0
-        progress = Progress(self._connections, silent, outcomes, self._complaints[:20], finished)
+        progress = Progress(self._connections, silent, outcomes, self._complaints[:20])
         self._said += self._wrongs()
         self._outcomes.clear()
         self._complaints, self._connections = [], 0
