@@ -1,0 +1,61 @@
+"""What a storage engine must do to be a tier. Small on purpose: everything else is the tier's own work.
+
+An engine reads, writes, deletes and lists values by name. It knows nothing of namespaces, chunks, capacity
+policy, retries or deadlines. Its methods block; the tier calls them from several threads at once and bounds
+how many. A value is an object header of 64 bytes followed by the object's bytes, so that it describes itself
+wherever it lies.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from kvcellar.errors import CellarError
+from kvcellar.identity import ChunkKey, NamespaceId
+
+
+class EngineError(CellarError):
+    """The engine cannot do it now; the message says why, without credentials."""
+
+    code = "tier"
+
+
+class Buffer(NamedTuple):
+    """Where a value is in memory, or shall be: views of a slab, writable."""
+
+    header: memoryview  # 64 bytes
+    slot: memoryview  # starts on a page and is whole pages, as direct I/O wants it
+    size: int  # the object's bytes, at the start of the slot; what follows them has no meaning
+
+    @property
+    def payload(self) -> memoryview:
+        return self.slot[: self.size]
+
+
+class Engine(Protocol):
+    """Every method may raise EngineError, and nothing else, within the time-out it was made with."""
+
+    def write(self, name: str, source: Buffer) -> None:
+        """Make the value readable under its name, all of it or not at all. The same name means the same
+        value: what is there already may stay.
+        """
+
+    def read(self, name: str, target: Buffer) -> bool:
+        """Fill the header and the payload. False: nothing there, or not of this size; the target's content
+        is then undefined.
+        """
+
+    def exist(self, names: Sequence[str]) -> list[bool]:
+        """Which of them are there: in one round trip, where the engine can."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Names that are not there are no error."""
+
+    def list(self) -> Iterator[tuple[str, int]]:
+        """Every name that is ours with the bytes it takes, in no order, as far as it is known."""
+
+    def close(self) -> None: ...
+
+
+def object_name(namespace: NamespaceId, key: ChunkKey, group: int, shard: int) -> str:
+    """Letters, digits, '/' and '-' alone, so that it can be a key, a path or a URL."""
+    return f"{namespace.hex()}/{key.hex()}-{group}-{shard}"
