@@ -21,6 +21,11 @@ _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
 _UNITS |= {"GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
+def fix_hash_seed() -> None:
+    """Give vLLM's block hashes the same seed in every engine, unless the user chose one."""
+    os.environ.setdefault("PYTHONHASHSEED", "0")
+
+
 def parse_bytes(text: str) -> int:
     """'64GiB', '512M', '1073741824'."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)

@@ -90,3 +90,8 @@ class Slab:
     def slot(self, number: int) -> Bytes:
         view: Bytes = self._slots[number]
         return view
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of the mapping."""
+        return self._bytes.ctypes.data, self._bytes.nbytes

@@ -68,8 +68,9 @@ def test_one_engine_may_hold_its_share_and_no_more(stopped_server, engine):
 
 
 def test_a_second_namespace_gets_memory_from_an_engine_that_has_it_all(small, engine):
-    rich, poor = engine("one", session="rich"), engine("other", session="poor")
+    rich = engine("one", session="rich")
     fill(rich)
+    poor = engine("other", session="poor")
     eventually(lambda: poor.store(8).chunks == 8)
     assert poor.read(poor.lookup(8)) == []
     assert memory_of(small, OTHER) > 0

@@ -187,7 +187,8 @@ class Shelf:
         self._limbo.extend(place_of(number, slot) for slot in unusable)
         used = kept | set(unusable)
         # Popped from the end: low slots first, so that a young rack is touched page after page.
-        self._free.extend(place_of(number, slot) for slot in reversed(range(table.slots)) if slot not in used)
+        # The newest rack last: engines have had more time to map, and page-lock, the older ones.
+        self._free[:0] = [place_of(number, slot) for slot in reversed(range(table.slots)) if slot not in used]
         return len(kept)
 
     def is_idle(self, number: int) -> bool:

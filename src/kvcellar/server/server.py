@@ -115,7 +115,7 @@ class Server:
         self._stop.set()
 
     async def _drain(self) -> None:
-        self._operations.draining = True
+        self._operations.draining = self._steward.draining = True
         give_up = time.monotonic() + self._settings.drain_seconds
         while time.monotonic() < give_up and not self._hurry:
             if not any(lease.writing for s in self._ledger.sessions.values() for lease in s.leases.values()):

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 _RETRY_S = 5.0
 # How long the engines that map a rack have to let go of it, before another rack is tried.
 _RETURN_S = 0.5
+_HEADROOM_SHARE = 8  # of the memory
 
 
 class Steward:
@@ -36,6 +37,7 @@ class Steward:
         self._retry_at = 0.0
         self._returned = asyncio.Event()
         self.leaving: set[RackKey] = set()
+        self.draining = False  # no rack is announced any more: nobody could fetch it
         self.members: Members | None = None  # set once by the server; the two need each other
 
     def adopt(self) -> int:
@@ -77,22 +79,37 @@ class Steward:
         None means: as good as it gets, now or ever; evict for the rest.
         """
         shelf = room.shelves[group]
-        if shelf.free_slots >= max(stripes, shelf.slots // 4):
+        if self.draining or shelf.free_slots >= max(
+            stripes, shelf.slots // 4, self._headroom(room.namespace)
+        ):
             return None
         key = (room.namespace.id, group)
         task = self._growing.get(key)
         if task is None and self._clock() >= self._retry_at:
-            task = self._start(room, group)
+            needed = shelf.free_slots < max(stripes, shelf.slots // 4)
+            task = self._start(room, group, may_take=needed)
             if task is not None:
                 self._growing[key] = task
-                task.add_done_callback(lambda _: self._growing.pop(key))
+                task.add_done_callback(lambda done: self._grown(key, done))
         return task if shelf.free_slots < stripes else None
 
-    def _start(self, room: Room, group: int) -> asyncio.Task[None] | None:
+    def _grown(self, key: tuple[bytes, int], task: asyncio.Task[None]) -> None:
+        if self._growing.get(key) is task:  # it may have started the next one
+            del self._growing[key]
+
+    def _headroom(self, namespace: Namespace) -> int:
+        """Chunks that should always fit at once: an eighth of all memory, shared by all namespaces.
+
+        Engines have then mapped, and page-locked for their GPUs, what a burst of stores will need.
+        """
+        chunk = sum(stripe_bytes(namespace, group) for group in range(len(namespace.groups)))
+        return self._arena.limit // (_HEADROOM_SHARE * max(1, len(self._ledger.rooms)) * chunk)
+
+    def _start(self, room: Room, group: int, *, may_take: bool) -> asyncio.Task[None] | None:
         spec = self._arena.plan(room.namespace, group)
         if spec is not None:
             return asyncio.create_task(self._make_rack(room, group, spec))
-        victim = self._victim(room, group)
+        victim = self._victim(room, group) if may_take else None
         if victim is None:
             return None
         # At once: a moment later somebody may use it, or another namespace choose the same one.
@@ -113,7 +130,11 @@ class Steward:
         key = self._arena.finish(rack)
         room.shelves[group].add_rack(key.number, rack.table)
         assert self.members is not None
+        if self.draining:
+            return
         self.members.tell(key.namespace, RackAdded(*key))
+        self._growing.pop((key.namespace, group), None)
+        self.grow(room, group, 0)
 
     def _victim(self, room: Room, group: int) -> RackKey | None:
         """A rack to take from a namespace that has more than its share, for one that has less."""

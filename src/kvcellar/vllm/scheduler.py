@@ -10,7 +10,8 @@ import secrets
 from collections.abc import Iterable
 
 from vllm.config import VllmConfig
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
@@ -20,8 +21,10 @@ from kvcellar.client import AdminClient, Grant, SchedulerClient
 from kvcellar.errors import BadRequest, CellarError
 from kvcellar.identity import SKIP, block_range, plan_load
 from kvcellar.slab import NO_PLACE
-from kvcellar.vllm.identity import check_supported, hash_block_tokens, make_namespace
-from kvcellar.vllm.jobs import CellarMetadata, GroupCopy, Job, StoresDone, TensorLayout, group_copy
+from kvcellar.vllm.adapters import Adapters
+from kvcellar.vllm.compat import derive_hash_seed, hash_block_tokens, warn_if_untested
+from kvcellar.vllm.identity import check_supported, make_namespace
+from kvcellar.vllm.jobs import CellarMetadata, GroupCopy, Job, TensorLayout, WorkerReport, group_copy
 from kvcellar.vllm.options import Options
 from kvcellar.vllm.stores import Stores
 from kvcellar.vllm.tracked import Tracked
@@ -37,6 +40,7 @@ class SchedulerSide:
         assert config.kv_transfer_config is not None
         # vLLM's default ends a request whose load failed. It is read after this constructor.
         config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._knows_seed = derive_hash_seed(config)
         self.stores = Stores(config.parallel_config.world_size)
         self._config = config
         self._kv_cache_config = kv_cache_config
@@ -49,10 +53,12 @@ class SchedulerSide:
         self._loads: list[Job] = []
         self._loading: dict[str, int] = {}  # request id -> lease, until all ranks have answered
         self._ids = itertools.count(1)
+        self._adapters = Adapters()
         self._greet()
 
     def _greet(self) -> None:
         """Say at the engine's start, in one line, if there will be no cache."""
+        warn_if_untested()
         try:
             check_supported(self._config, self._kv_cache_config)
         except BadRequest as error:
@@ -77,12 +83,16 @@ class SchedulerSide:
             self._layouts |= layout.layers
             if layout.problem:
                 self._disable(layout.problem)
+        if self._knows_seed:
+            self._get_client()  # so that there is memory to store into when the first request comes
 
-    def bind(self, manager: KVCacheManager) -> None:
-        self.stores.bind(manager)
+    def bind(self, pool: BlockPool) -> None:
+        self.stores.bind(pool)
 
     def _get_client(self) -> SchedulerClient | None:
-        """Made at the first request: only then has vLLM derived the hash seed, a part of the namespace."""
+        """Made when the hash seed is known, which is a part of the namespace: at the first request at the
+        latest.
+        """
         if self._client is None and not self._problem:
             try:
                 namespace = make_namespace(
@@ -120,8 +130,10 @@ class SchedulerSide:
     def _track(self, client: SchedulerClient, request: Request) -> Tracked:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            hashes = client.namespace.chunk_tokens // hash_block_tokens(self._kv_cache_config)
-            tracked = self._requests[request.request_id] = Tracked(request, hashes)
+            hashes = client.namespace.chunk_tokens // hash_block_tokens(self._config, self._kv_cache_config)
+            tracked = self._requests[request.request_id] = Tracked(
+                request, hashes, self._adapters.digest(request.lora_request)
+            )
         return tracked
 
     def _ask(self, client: SchedulerClient, tracked: Tracked, computed: int) -> None:
@@ -141,7 +153,10 @@ class SchedulerSide:
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """vLLM has blocks for the offer, or will not take it."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or tracked.grant is None or not tracked.grant.lease or tracked.loading:
+        if tracked is None:
+            return
+        tracked.blocks = blocks.blocks
+        if tracked.grant is None or not tracked.grant.lease or tracked.loading:
             return
         if not external:
             self._give_back(tracked)
@@ -203,6 +218,12 @@ class SchedulerSide:
         return CellarMetadata(client.namespace.encode(), loads, jobs)
 
     def step_done(self, output: KVConnectorOutput) -> None:
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            for job_id, ranks in report.stores.items():
+                self.stores.answered(self._client, job_id, ranks)
+            for request_id in report.failed & self._requests.keys():
+                self._requests[request_id].failed = True
         for request_id in output.finished_recving or ():
             lease = self._loading.pop(request_id, None)
             if lease is not None and self._client is not None:
@@ -212,12 +233,8 @@ class SchedulerSide:
                 continue
             tracked.loading = False
             tracked.grant = _nothing(tracked.grant.chunks if tracked.grant else 0)
-            if request_id in output.failed_recving:
-                tracked.failed = True
+            if tracked.failed:
                 tracked.planned = 0  # what was bad is gone from the cache, and worth storing again
-        if isinstance(output.kv_connector_worker_meta, StoresDone):
-            for job_id, ranks in output.kv_connector_worker_meta.jobs.items():
-                self.stores.answered(self._client, job_id, ranks)
 
     def finished(self, request: Request) -> None:
         tracked = self._requests.pop(request.request_id, None)
