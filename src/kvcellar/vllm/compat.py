@@ -29,8 +29,8 @@ def warn_if_untested() -> None:
 def derive_hash_seed(config: VllmConfig) -> bool:
     """Whether kv_cache_utils.NONE_HASH, where every chain of hashes starts, now is what vLLM will derive.
 
-    vLLM does it after it has built the connector. With sha256 it is the same in every engine, before 0.32 only
-    because we choose the seed, which vLLM would draw. Other hashes have a secret seed: it shows later.
+    vLLM does it after it has built the connector. With sha256 it is the same in every engine, before 0.32
+    only because we choose the seed, which vLLM would draw. Other hashes have a secret seed: it shows later.
     """
     name = config.cache_config.prefix_caching_hash_algo
     if not name.startswith("sha256"):
