@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections.abc import Iterable
 
+import numpy as np
 from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -24,7 +25,7 @@ from kvcellar.slab import NO_PLACE
 from kvcellar.vllm.adapters import Adapters
 from kvcellar.vllm.compat import derive_hash_seed, hash_block_tokens, warn_if_untested
 from kvcellar.vllm.identity import check_supported, make_namespace
-from kvcellar.vllm.jobs import CellarMetadata, GroupCopy, Job, TensorLayout, WorkerReport, group_copy
+from kvcellar.vllm.jobs import CellarMetadata, GroupCopy, Job, TensorLayout, WorkerReport
 from kvcellar.vllm.options import Options
 from kvcellar.vllm.stores import Stores
 from kvcellar.vllm.tracked import Tracked
@@ -181,17 +182,19 @@ class SchedulerSide:
         assert tracked.grant is not None
         namespace = client.namespace
         size, per_chunk = namespace.groups[group].block_tokens, namespace.chunk_tokens
-        places, rows = {}, []
-        for chunk in chunks:
-            place = int(tracked.grant.places[group][chunk])
-            row = [
-                ids[at] if at * size >= tracked.computed and at < len(ids) and ids[at] != NULL_BLOCK else SKIP
-                for at in block_range(chunk * per_chunk, (chunk + 1) * per_chunk, size)
-            ]
-            if place != NO_PLACE and any(block != SKIP for block in row):
-                places[chunk] = place
-                rows.append(row)
-        return group_copy(namespace, group, places, rows, tracked.keys)
+        span = block_range(chunks.start * per_chunk, chunks.stop * per_chunk, size)
+        rows = np.full(len(span), SKIP, dtype=np.int64)
+        had = max(0, -(-tracked.computed // size) - span.start)
+        there = np.asarray(ids[span.start : span.stop], dtype=np.int64)
+        rows[had : len(there)] = there[had:]
+        rows[rows == NULL_BLOCK] = SKIP
+        table = rows.reshape(len(chunks), -1)
+        places = tracked.grant.places[group][chunks.start : chunks.stop]
+        wanted = np.flatnonzero((places != NO_PLACE) & (table != SKIP).any(axis=1))
+        numbers = (wanted + chunks.start).tolist()
+        return GroupCopy(
+            group, places[wanted], table[wanted], numbers, [tracked.keys[number] for number in numbers]
+        )
 
     def _give_back(self, tracked: Tracked) -> None:
         """No rank was told: the whole lease goes back at once."""

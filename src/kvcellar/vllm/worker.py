@@ -123,7 +123,12 @@ class WorkerSide:
             from kvcellar.transfer.cuda import CudaMover  # noqa: PLC0415 - see _prepare_gpu
 
             return CudaMover(
-                namespace, shard, groups, self._num_blocks, staging_bytes=self._options.staging_bytes
+                namespace,
+                shard,
+                groups,
+                self._num_blocks,
+                staging_bytes=self._options.staging_bytes,
+                pins=self._pins,
             )
         memory = [
             [block_memory(tensor.view(torch.uint8).numpy(), tensor.shape[0]) for tensor in layers]

@@ -24,7 +24,7 @@ from kvcellar.errors import BadRequest, CellarError
 from kvcellar.identity import SKIP, LayoutDesc, Namespace, layout_of
 from kvcellar.slab import Place, slot_of
 from kvcellar.transfer import sum64
-from kvcellar.transfer.cuda.pins import slots_locked_together
+from kvcellar.transfer.cuda.pins import Pins, slots_locked_together
 from kvcellar.transfer.geometry import block_shape
 from kvcellar.transfer.kernels import move
 from kvcellar.transfer.mover import Rows
@@ -55,6 +55,7 @@ class _Group:
         self, namespace: Namespace, shard: int, group: int, layers: Sequence[torch.Tensor], num_blocks: int
     ) -> None:
         self.layout = layout_of(namespace, shard, group)
+        self.object_bytes, self.slot_bytes = self.layout.object_bytes, self.layout.slot_bytes
         self.stamp = Stamp(namespace, shard, group)
         self.num_blocks = num_blocks
         self.layers = list(layers)  # keeps them from being freed
@@ -173,6 +174,7 @@ class CudaMover:
         num_blocks: int,
         *,
         staging_bytes: int,
+        pins: Pins | None = None,
         check: bool = True,
     ) -> None:
         if namespace.checksum != "sum64":
@@ -180,6 +182,7 @@ class CudaMover:
         self._groups = [
             _Group(namespace, shard, number, layers, num_blocks) for number, layers in enumerate(groups)
         ]
+        self._pins = pins  # None: the caller has page-locked all slabs
         self._check = check  # off only to measure what checking costs
         self.device = groups[0][0].device
         share = staging_bytes // (2 * _BUFFERS) // 4096 * 4096
@@ -190,7 +193,7 @@ class CudaMover:
             group.stage_in(buffer_bytes)
 
     def object_bytes(self, group: int) -> int:
-        return self._groups[group].layout.object_bytes
+        return self._groups[group].object_bytes
 
     def fence(self) -> torch.cuda.Event:
         """What the engine has launched so far, on the calling thread's stream: pass it to load and store."""
@@ -263,19 +266,19 @@ class CudaMover:
         the ring needs. Slots are looked up here and not before, while the bus is busy with earlier ones.
         """
         group, places = self._groups[rows.plan.group], rows.plan.stripes.tolist()
-        together = max(1, self._loads.buffer_bytes // group.layout.object_bytes)
+        together = max(1, self._loads.buffer_bytes // group.object_bytes)
         for first in range(0, len(places), together):
             some = range(first, min(first + together, len(places)))
-            found = find_slots(
-                slots, rows.plan.group, places[some.start : some.stop], group.layout.object_bytes
-            )
+            found = find_slots(slots, rows.plan.group, places[some.start : some.stop], group.object_bytes)
             addresses = [slot.payload.ctypes.data for slot in found]
+            if self._pins is not None:
+                self._pins.ensure(_pieces(addresses, places[some.start :], group.slot_bytes))
             for part in group.parts:
                 kernel = functools.partial(
                     self._kernel, group, part, run.blocks[number], run.sums[number], some, load
                 )
                 starts = [address + part.start for address in addresses]
-                spans = _spans(starts, places[some.start :], part.stop - part.start, group.layout.slot_bytes)
+                spans = _spans(starts, places[some.start :], part.stop - part.start, group.slot_bytes)
                 yield some, found if part.start == 0 else [], (spans, kernel)
 
     def _kernel(
@@ -291,6 +294,15 @@ class CudaMover:
         size = part.stop - part.start
         weights = group.weights
         move(part.table, blocks, some, staging, sums, weights, part.start, size, load=load, check=self._check)
+
+
+def _pieces(addresses: list[int], places: list[int], slot_bytes: int) -> set[int]:
+    """Where the pieces start that these slots are locked with."""
+    together = slots_locked_together(slot_bytes)
+    return {
+        address - slot_of(Place(place)) % together * slot_bytes
+        for address, place in zip(addresses, places, strict=False)
+    }
 
 
 def _spans(starts: list[int], places: list[int], size: int, slot_bytes: int) -> list[Span]:

@@ -1,14 +1,16 @@
-"""Slabs that the GPU's copy engines may reach: page-locked in the background, as they are mapped.
+"""Slabs that the GPU's copy engines may reach: page-locked piece by piece.
 
-Copies to and from memory that is not locked yet are correct but slow, so nobody waits for this. It is done in
-small pieces with pauses: locking stops every other thread that talks to the driver, the engine's own among
-them. A slab stays referenced as long as it is locked: memory must not be unmapped under the driver.
+In the background as they are mapped, with pauses, since locking stops every other thread that talks to the
+driver; and at once where a copy needs it: to and from memory that is not locked, copies are slow and hold up
+the engine's own. A slab stays referenced as long as it is locked: memory must not be unmapped under the
+driver.
 """
 
 import logging
 import queue
 import threading
 import time
+from collections.abc import Iterable
 
 import torch
 from cuda.bindings import runtime as cudart
@@ -32,40 +34,57 @@ class Pins:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._todo: queue.SimpleQueue[tuple[bool, Slab]] = queue.SimpleQueue()
-        self._locked: dict[int, tuple[Slab, list[int]]] = {}  # by address: the pieces' addresses
+        self._pieces: dict[int, tuple[int, Slab]] = {}  # by address: bytes
+        self._locked: set[int] = set()
+        self._locking = threading.Lock()
         threading.Thread(target=self._run, name="kvcellar-pins", daemon=True).start()
 
     def mapped(self, slab: Slab) -> None:
+        size = slab.shape.slot_bytes
+        together = slots_locked_together(size)
+        for first in range(0, slab.shape.slots, together):
+            count = min(together, slab.shape.slots - first)
+            self._pieces[slab.slot(first).ctypes.data] = (count * size, slab)
         self._todo.put((True, slab))
 
     def unmapped(self, slab: Slab) -> None:
         """No copy to or from it is under way, and none will follow."""
         self._todo.put((False, slab))
 
+    def ensure(self, pieces: Iterable[int]) -> None:
+        """Lock these now, unless they are."""
+        for address in pieces:
+            if address not in self._locked:
+                self._lock(address)
+
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
         while True:
             wanted, slab = self._todo.get()
-            if wanted:
-                self._lock(slab)
-            else:
-                _, pieces = self._locked.pop(slab.memory[0], (slab, []))
-                for address in pieces:
-                    cudart.cudaHostUnregister(address)
+            for address in [address for address, (_, its) in self._pieces.items() if its is slab]:
+                if wanted and address not in self._locked:
+                    begun = time.monotonic()
+                    self._lock(address)
+                    time.sleep(_PAUSE * (time.monotonic() - begun))
+                elif not wanted:
+                    self._unlock(address)
 
-    def _lock(self, slab: Slab) -> None:
-        size = slab.shape.slot_bytes
-        together = slots_locked_together(size)
-        pieces: list[int] = []
-        self._locked[slab.memory[0]] = (slab, pieces)
-        for first in range(0, slab.shape.slots, together):
-            address = slab.slot(first).ctypes.data
-            begun = time.monotonic()
-            count = min(together, slab.shape.slots - first)
-            (error,) = cudart.cudaHostRegister(address, count * size, cudart.cudaHostRegisterPortable)
+    def _lock(self, address: int) -> None:
+        with self._locking:
+            piece = self._pieces.get(address)
+            if address in self._locked or piece is None:
+                return
+            (error,) = cudart.cudaHostRegister(address, piece[0], cudart.cudaHostRegisterPortable)
             if error != cudart.cudaError_t.cudaSuccess:
                 log.warning("KVCellar: copies will be slow, cannot page-lock memory: %s", error.name)
                 cudart.cudaGetLastError()  # it would surface in somebody else's call
-                return
-            pieces.append(address)
-            time.sleep(_PAUSE * (time.monotonic() - begun))
+            # Also when it was refused: it would be again.
+            self._locked.add(address)
+
+    def _unlock(self, address: int) -> None:
+        with self._locking:
+            self._pieces.pop(address, None)
+            if address in self._locked:
+                self._locked.discard(address)
+                cudart.cudaHostUnregister(address)
+                cudart.cudaGetLastError()
