@@ -37,6 +37,7 @@ class Output(NamedTuple):
     cached: int  # vLLM's num_cached_tokens: local and external
     finish: str  # "length", "abort", "error"
     first: float | None  # seconds to the first token
+    stage: str  # in which "abort_at" found it; "" if it did not
 
 
 class Answer(NamedTuple):
@@ -45,6 +46,8 @@ class Answer(NamedTuple):
     outputs: list[Output]
     counters: Mapping[str, float]  # by how much vLLM's counters grew; the absent ones did not
     seconds: float
+    steps: int  # of the engine's loop, in this process
+    results: list[Any]  # of "interrupt"
     settled: bool | None  # the engine came to rest; None: not known, its loop runs in another process
 
     @property
@@ -157,7 +160,7 @@ class VllmEngine:
         deadline: float = ROUND,
         **more: Any,
     ) -> Answer:
-        """Greedy tokens after each prompt. `more`: together, abort, salt (see engine.py)."""
+        """Greedy tokens after each prompt. `more`: together, salt, abort, ... (see engine.py)."""
         self.send(prompts, max_tokens, **more)
         return self.receive(deadline)
 
@@ -170,10 +173,10 @@ class VllmEngine:
         """The second half of `round`."""
         answer = self._receive(deadline)
         outputs = [
-            Output(tuple(out["tokens"]), out["cached"], out["finish"], out["first"])
-            for out in answer["outputs"]
+            Output(tuple(out["tokens"]), out["cached"], out["finish"], out["first"], out["stage"])
+            for out in answer.pop("outputs")
         ]
-        return Answer(outputs, answer["counters"], answer["seconds"], answer["settled"])
+        return Answer(outputs, **answer)
 
     def call(self, method: str, *, deadline: float = ROUND, **arguments: Any) -> Any:
         """Call a method of vllm.LLM, such as reset_prefix_cache, whose result JSON can carry."""
