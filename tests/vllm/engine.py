@@ -1,7 +1,7 @@
 """A real vLLM engine behind a pipe. A program for vLLM's own interpreter; `harness.VllmEngine` drives it.
 
 Reads one JSON line on stdin, the job:
-    {"model": folder, "options": {keyword arguments of vllm.LLM},
+    {"model": folder, "options": {keyword arguments of vllm.LLM}, "warm": whether to run a first request,
      "connector": null | {extra config of the connector}}
 and answers {"ready": seconds, "block": tokens, "groups": [spec class names]} when it is up. Then, until end
 of file, reads a round per line and answers each with one line (see `Engine.play`):
@@ -49,7 +49,8 @@ def main() -> None:
     _set_environment(ranks)
     started = time.monotonic()
     engine = Engine(job)
-    engine.warm_up()
+    if job["warm"]:
+        engine.warm_up()
     _answer(answers, {"ready": time.monotonic() - started} | engine.describe())
     for line in sys.stdin:
         _answer(answers, engine.play(json.loads(line)))

@@ -93,8 +93,8 @@ class VllmEngine:
     """A vLLM engine in a process group of its own, from `with` to its end.
 
     Starting returns at once, so that several can start side by side; `ready` or the first round waits.
-    `connector` is the connector's extra config, None for an engine without one. `options` are added to those
-    that the kind needs.
+    `connector` is the connector's extra config, None for an engine without one. An engine that is not `warm`
+    has served no request yet. `options` are added to those that the kind needs.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class VllmEngine:
         *,
         connector: Mapping[str, Any] | None = None,
         python: Path | None = None,
+        warm: bool = True,
         **options: Any,
     ) -> None:
         self.kind = kind
@@ -113,6 +114,7 @@ class VllmEngine:
             "model": str(model(kind, self._python)),
             "options": KINDS[kind].options | options,
             "connector": connector,
+            "warm": warm,
         }
         self._about: dict[str, Any] | None = None
         self._unread = b""

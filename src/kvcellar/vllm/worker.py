@@ -9,13 +9,14 @@ import logging
 import threading
 import time
 from collections import Counter, deque
+from contextlib import AbstractContextManager
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvcellar.client import WorkerClient
+from kvcellar.client import Slots, WorkerClient
 from kvcellar.errors import CellarError
 from kvcellar.identity import CopyPlan, decode_namespace
 from kvcellar.slab import Bytes
@@ -27,7 +28,9 @@ from kvcellar.vllm.options import Options
 
 log = logging.getLogger(__name__)
 
-_CONNECT_S = 2.0
+# What a load or store may wait for its memory to be mapped, from when it was asked for: however many wait,
+# they wait no longer than one.
+_MAP_S = 2.0
 
 
 class WorkerSide:
@@ -115,8 +118,8 @@ class _Copier:
         self._client = client
         self._transfers = transfers
         self._writes = writes
-        self._loads: deque[Job] = deque()
-        self._stores: deque[Job] = deque()
+        self._loads: deque[tuple[Job, float]] = deque()  # with the time until which it may wait
+        self._stores: deque[tuple[Job, float]] = deque()
         self._results = KVConnectorTransferResults()
         self._stored: Counter[int] = Counter()
         self._counts: Counter[str] = Counter()
@@ -127,12 +130,12 @@ class _Copier:
 
     def add_load(self, job: Job) -> None:
         with self._changed:
-            self._loads.append(job)
+            self._loads.append((job, time.monotonic() + _MAP_S))
             self._changed.notify()
 
     def add_store(self, job: Job) -> None:
         with self._changed:
-            self._stores.append(job)
+            self._stores.append((job, time.monotonic() + _MAP_S))
             self._changed.notify()
 
     def take_loads(self) -> KVConnectorTransferResults:
@@ -165,29 +168,28 @@ class _Copier:
                 store = self._stores.popleft() if load is None and self._stores else None
             if load is not None:
                 started = time.monotonic()
-                good = self._load(load)
+                good = self._load(*load)
                 with self._changed:
-                    self._results.finished_recving.add(load.request_id)
+                    self._results.finished_recving.add(load[0].request_id)
                     if not good:
-                        self._results.failed_recving.add(load.request_id)
-                    self._count("load", started, self._bytes_of(load) if good else 0)
+                        self._results.failed_recving.add(load[0].request_id)
+                    self._count("load", started, self._bytes_of(load[0]) if good else 0)
                     self._counts["loads_failed"] += not good
             elif store is not None:
                 started = time.monotonic()
-                good = self._store(store)
+                good = self._store(*store)
                 with self._changed:
-                    self._stored[store.id] += 1
+                    self._stored[store[0].id] += 1
                     if self._writes:
-                        self._count("store", started, self._bytes_of(store) if good else 0)
+                        self._count("store", started, self._bytes_of(store[0]) if good else 0)
                         self._counts["stores_dropped"] += not good
             else:
                 return
 
-    def _load(self, job: Job) -> bool:
-        self._client.wait_connected(_CONNECT_S)
+    def _load(self, job: Job, give_up: float) -> bool:
         good = True
         try:
-            with self._client.copying(job.lease) as slots:
+            with self._copying(job, give_up) as slots:
                 for copy in job.copies:
                     plan = CopyPlan(copy.group, copy.places, copy.blocks)
                     for row in self._transfers[copy.group].load(plan, copy.keys, slots):
@@ -202,6 +204,10 @@ class _Copier:
         self._client.release(job.lease, job.first, job.stop)
         return good
 
+    def _copying(self, job: Job, give_up: float) -> AbstractContextManager[Slots]:
+        self._client.wait_attached(max(0.0, give_up - time.monotonic()))
+        return self._client.copying(job.lease, max(0.0, give_up - time.monotonic()))
+
     def _count(self, what: str, started: float, moved: int) -> None:
         self._counts.update(
             {f"{what}s": 1, f"{what}_bytes": moved, f"{what}_seconds": time.monotonic() - started}
@@ -210,13 +216,12 @@ class _Copier:
     def _bytes_of(self, job: Job) -> int:
         return sum(len(copy.keys) * self._transfers[copy.group].layout.object_bytes for copy in job.copies)
 
-    def _store(self, job: Job) -> bool:
+    def _store(self, job: Job, give_up: float) -> bool:
         """Whether it is stored, as far as this rank goes."""
         if not self._writes:
             return True
         try:
-            self._client.wait_connected(_CONNECT_S)
-            with self._client.copying(job.lease) as slots:
+            with self._copying(job, give_up) as slots:
                 for copy in job.copies:
                     self._transfers[copy.group].store(
                         CopyPlan(copy.group, copy.places, copy.blocks), copy.keys, slots
