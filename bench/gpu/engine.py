@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from bench.gpu.shapes import CONFIGS
 
 MODES = ("recompute", "kvcellar", "offload", "lmcache")
-CACHE_GIB = 40
+CACHE_GIB = 32
 LMCACHE_PORT = 5555
 READY_S = 120.0
 

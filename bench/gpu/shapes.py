@@ -103,6 +103,11 @@ def kv_bytes(model: str, tokens: int) -> int:
     if model == "hybrid":
         per_token = 8 * 8 * 512 * 2
         return per_token * tokens + 5 * per_token * min(tokens, 1024 + 128)
+    return stored_bytes(model, tokens)
+
+
+def stored_bytes(model: str, tokens: int) -> int:
+    """What storing so many tokens takes: every layer, since any chunk may be the end of a later hit."""
     return sum(shape.layers * _elements(shape) * 2 // 16 for shape in KV_SHAPES[model]) * tokens
 
 

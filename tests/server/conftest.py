@@ -3,6 +3,7 @@
 Whatever a test does, at its end the server must still stop in order and must have broken nothing inside.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -105,10 +106,11 @@ class ServerProcess:
         return sum(path.stat().st_size for path in files)
 
 
-@pytest.fixture
-def stopped_server(tmp_path: Path) -> Iterator[ServerProcess]:
+@contextlib.contextmanager
+def server_in(home: Path) -> Iterator[ServerProcess]:
+    """A server that is not started yet. At the end it must stop in order, if it runs."""
     folder = Path(tempfile.mkdtemp(prefix="kvcellar-served-", dir="/dev/shm"))
-    server = ServerProcess(tmp_path, folder)
+    server = ServerProcess(home, folder)
     try:
         yield server
         if server.process is not None:
@@ -121,6 +123,12 @@ def stopped_server(tmp_path: Path) -> Iterator[ServerProcess]:
         if server.process is not None:
             server.kill()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def stopped_server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with server_in(tmp_path) as server:
+        yield server
 
 
 @pytest.fixture

@@ -1,17 +1,19 @@
 """A real vLLM engine behind a pipe. A program for vLLM's own interpreter; `harness.VllmEngine` drives it.
 
 Reads one JSON line on stdin, the job:
-    {"model": folder, "options": {keyword arguments of vllm.LLM},
+    {"model": folder, "options": {keyword arguments of vllm.LLM}, "warm": whether to run a first request,
      "connector": null | {extra config of the connector}}
 and answers {"ready": seconds, "block": tokens, "groups": [spec class names]} when it is up. Then, until end
 of file, reads a round per line and answers each with one line (see `Engine.play`):
-    {"prompts": [[token ids]...], "max_tokens": n,
-     "together": false, "abort": {index of a prompt: after n tokens}, "salt": text}
+    {"prompts": [[token ids]...], "max_tokens": n, "together": false, "salt": text,
+     "abort": {index of a prompt: after n tokens}, "abort_at": {index: after n steps of the engine},
+     "interrupt": {"step": n, "call": name of a method of vllm.LLM, "arguments": {}}}
     {"call": name of a method of vllm.LLM, "arguments": {}}
 
-The prompts of a round go in one after the other, or all at once with "together". A round ends when the engine
-has nothing left to do: inside one process vLLM steps only while a request is unfinished, so this program
-steps it on, as the loop of a served engine would, until the connector's stores have landed.
+The prompts of a round go in one after the other, or all at once with "together"; the steps of "abort_at" and
+"interrupt" are counted from there. A round ends when the engine has nothing left to do: inside one process
+vLLM steps only while a request is unfinished, so this program steps it on, as the loop of a served engine
+would, until the connector's stores have landed.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -42,11 +44,13 @@ DEFAULTS: dict[str, Any] = {
 def main() -> None:
     answers = _take_stdout()
     job = json.loads(sys.stdin.readline())
-    ranks = job["options"].get("tensor_parallel_size", 1)
+    options = job["options"]
+    ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
     _set_environment(ranks)
     started = time.monotonic()
     engine = Engine(job)
-    engine.warm_up()
+    if job["warm"]:
+        engine.warm_up()
     _answer(answers, {"ready": time.monotonic() - started} | engine.describe())
     for line in sys.stdin:
         _answer(answers, engine.play(json.loads(line)))
@@ -104,10 +108,12 @@ class Engine:
         # The scheduler, where this process has it.
         self.scheduler = getattr(getattr(self.core.engine_core, "engine_core", None), "scheduler", None)
         self.requests = 0
+        self.steps = 0
+        self.results: list[Any] = []  # of the calls inside this round
 
     def warm_up(self) -> None:
         """A first request, shorter than any block: it compiles kernels and caches nothing."""
-        self._serve([[0, 1]], self._sampling(2), {}, None)
+        self._serve([[0, 1]], {"max_tokens": 2}, 0)
 
     def describe(self) -> dict[str, Any]:
         """What vLLM made of the options. Groups are known only in this process."""
@@ -119,55 +125,94 @@ class Engine:
 
     def play(self, round_: dict[str, Any]) -> dict[str, Any]:
         if "call" in round_:
-            return {"result": getattr(self.llm, round_["call"])(**round_.get("arguments", {}))}
+            return {"result": self._call(round_)}
         before = self._counters()
-        started = time.monotonic()
+        started, steps = time.monotonic(), self.steps
+        self.results = []
         prompts = round_["prompts"]
         batches = [prompts] if round_.get("together") else [[prompt] for prompt in prompts]
-        aborts = {int(index): tokens for index, tokens in round_.get("abort", {}).items()}
-        sampling = self._sampling(round_["max_tokens"])
         outputs: list[dict[str, Any]] = []
         for batch in batches:
-            limits = {i - len(outputs): tokens for i, tokens in aborts.items()}
-            outputs += self._serve(batch, sampling, limits, round_.get("salt"))
+            outputs += self._serve(batch, round_, len(outputs))
         seconds = time.monotonic() - started
         settled = self._settle()
         return {
             "outputs": outputs,
             "counters": dict(self._counters() - before),
             "seconds": seconds,
+            "steps": self.steps - steps,
+            "results": self.results,
             "settled": settled,
         }
 
-    def _sampling(self, tokens: int) -> Any:
-        return self.vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    def _call(self, what: dict[str, Any]) -> Any:
+        """The result of a method of vllm.LLM, or what it raised."""
+        try:
+            return getattr(self.llm, what["call"])(**what.get("arguments", {}))
+        except Exception as error:  # noqa: BLE001 - the test says what it expects
+            return f"{type(error).__name__}: {error}"
 
-    def _serve(
-        self, prompts: list[list[int]], sampling: Any, aborts: dict[int, int], salt: str | None
-    ) -> list[dict[str, Any]]:
-        """Run the prompts at once to their ends. `aborts` maps the place of a prompt to the tokens it may
-        have.
-        """
+    def _serve(self, prompts: list[list[int]], round_: dict[str, Any], first: int) -> list[dict[str, Any]]:
+        """Run the prompts at once to their ends. `first`: the index of the first in its round."""
         names = {f"request-{self.requests + i}": i for i in range(len(prompts))}
         self.requests += len(prompts)
         outputs: list[dict[str, Any]] = [
-            {"tokens": [], "cached": 0, "finish": "abort", "first": None} for _ in prompts
+            {"tokens": [], "cached": 0, "finish": "abort", "first": None, "stage": ""} for _ in prompts
         ]
-        started = time.monotonic()
+        limits = [round_.get("abort", {}).get(str(first + i), sys.maxsize) for i in range(len(prompts))]
+        sampling = self.vllm.SamplingParams(
+            temperature=0, max_tokens=round_["max_tokens"], ignore_eos=True, detokenize=False
+        )
+        salt = {"cache_salt": round_["salt"]} if round_.get("salt") else {}
+        started, steps = time.monotonic(), self.steps
         for name, i in names.items():
-            prompt = {"prompt_token_ids": prompts[i]} | ({"cache_salt": salt} if salt else {})
-            self.core.add_request(name, prompt, sampling)
-        self.core.abort_request([name for name, i in names.items() if aborts.get(i) == 0])
-        while self.core.has_unfinished_requests():
-            stepped = self.core.step()
+            self.core.add_request(name, {"prompt_token_ids": prompts[i]} | salt, sampling)
+        self.core.abort_request([name for name, i in names.items() if limits[i] == 0])
+        while True:
+            self._interrupt(round_, names, outputs, first, self.steps - steps)
+            if not self.core.has_unfinished_requests():
+                return outputs
+            stepped = self._step()
             for output in stepped:
                 i = names[output.request_id]
                 _note(outputs[i], output, time.monotonic() - started)
-                if not output.finished and len(outputs[i]["tokens"]) >= aborts.get(i, sys.maxsize):
+                if not output.finished and len(outputs[i]["tokens"]) >= limits[i]:
                     self.core.abort_request([output.request_id])
             if not stepped:
                 time.sleep(0.001)  # as vLLM's own loop does when it waits for a load
-        return outputs
+
+    def _interrupt(
+        self,
+        round_: dict[str, Any],
+        names: dict[str, int],
+        outputs: list[dict[str, Any]],
+        first: int,
+        step: int,
+    ) -> None:
+        """What the round wants done after this step."""
+        aborts = round_.get("abort_at", {})
+        for name, i in names.items():
+            if aborts.get(str(first + i)) == step:
+                outputs[i]["stage"] = self._stage(name)
+                self.core.abort_request([name])
+        if round_.get("interrupt", {}).get("step") == step:
+            self.results.append(self._call(round_["interrupt"]))
+
+    def _stage(self, name: str) -> str:
+        """Where a request is; vLLM gives it a longer name inside."""
+        assert self.scheduler is not None
+        known = [r for key, r in self.scheduler.requests.items() if key.startswith(f"{name}-")]
+        storing = " and storing" if self.scheduler.connector.has_pending_push_work() else ""
+        if not known:
+            return "over" + storing
+        if known[0].status.name != "RUNNING":
+            return str(known[0].status.name).lower() + storing
+        computed = known[0].num_computed_tokens >= known[0].num_prompt_tokens
+        return ("decoding" if computed else "computing") + storing
+
+    def _step(self) -> Any:
+        self.steps += 1
+        return self.core.step()
 
     def _settle(self) -> bool | None:
         """Step until nothing is left to do; False if that takes too long, None if another process steps."""
@@ -177,7 +222,7 @@ class Engine:
         while self.scheduler.has_requests():
             if time.monotonic() > deadline:
                 return False
-            self.core.step()
+            self._step()
             time.sleep(0.001)
         return True
 

@@ -37,6 +37,7 @@ class Output(NamedTuple):
     cached: int  # vLLM's num_cached_tokens: local and external
     finish: str  # "length", "abort", "error"
     first: float | None  # seconds to the first token
+    stage: str  # in which "abort_at" found it; "" if it did not
 
 
 class Answer(NamedTuple):
@@ -45,6 +46,8 @@ class Answer(NamedTuple):
     outputs: list[Output]
     counters: Mapping[str, float]  # by how much vLLM's counters grew; the absent ones did not
     seconds: float
+    steps: int  # of the engine's loop, in this process
+    results: list[Any]  # of "interrupt"
     settled: bool | None  # the engine came to rest; None: not known, its loop runs in another process
 
     @property
@@ -90,8 +93,8 @@ class VllmEngine:
     """A vLLM engine in a process group of its own, from `with` to its end.
 
     Starting returns at once, so that several can start side by side; `ready` or the first round waits.
-    `connector` is the connector's extra config, None for an engine without one. `options` are added to those
-    that the kind needs.
+    `connector` is the connector's extra config, None for an engine without one. An engine that is not `warm`
+    has served no request yet. `options` are added to those that the kind needs.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class VllmEngine:
         *,
         connector: Mapping[str, Any] | None = None,
         python: Path | None = None,
+        warm: bool = True,
         **options: Any,
     ) -> None:
         self.kind = kind
@@ -110,6 +114,7 @@ class VllmEngine:
             "model": str(model(kind, self._python)),
             "options": KINDS[kind].options | options,
             "connector": connector,
+            "warm": warm,
         }
         self._about: dict[str, Any] | None = None
         self._unread = b""
@@ -157,7 +162,7 @@ class VllmEngine:
         deadline: float = ROUND,
         **more: Any,
     ) -> Answer:
-        """Greedy tokens after each prompt. `more`: together, abort, salt (see engine.py)."""
+        """Greedy tokens after each prompt. `more`: together, salt, abort, ... (see engine.py)."""
         self.send(prompts, max_tokens, **more)
         return self.receive(deadline)
 
@@ -170,10 +175,10 @@ class VllmEngine:
         """The second half of `round`."""
         answer = self._receive(deadline)
         outputs = [
-            Output(tuple(out["tokens"]), out["cached"], out["finish"], out["first"])
-            for out in answer["outputs"]
+            Output(tuple(out["tokens"]), out["cached"], out["finish"], out["first"], out["stage"])
+            for out in answer.pop("outputs")
         ]
-        return Answer(outputs, answer["counters"], answer["seconds"], answer["settled"])
+        return Answer(outputs, **answer)
 
     def call(self, method: str, *, deadline: float = ROUND, **arguments: Any) -> Any:
         """Call a method of vllm.LLM, such as reset_prefix_cache, whose result JSON can carry."""

@@ -121,7 +121,8 @@ class SchedulerClient:
 
     def release(self, lease: int, first: int, stop: int) -> None:
         """No rank was told of these chunks, and none will be."""
-        self._queue.append((m.Release(lease, first, stop), None))
+        if first < stop:  # a hit that is used whole gives nothing back, and needs no message
+            self._queue.append((m.Release(lease, first, stop), None))
 
     def abort(self, lease: int, first: int, stop: int) -> None:
         """No rank was told to write these chunks, and none will be."""

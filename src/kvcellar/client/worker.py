@@ -52,15 +52,15 @@ class WorkerClient:
         self.path = path
         self.namespace = namespace  # may come later, see `register`
         self.rank = rank
-        self._session = session
-        self._label = label
+        self._hello = m.Hello(m.PROTOCOL_VERSION, "worker", session, rank, label)
         self._epoch = 0  # of the server we are attached to; 0 while there is none
         self._void = 0  # leases up to this one were granted before we attached: we have no share in them
         self._slabs = SlabMap(watcher)
         self._queue: list[m.Operation] = []
         self._outstanding = 0  # operations queued or sent and not yet answered
         self._copies = 0
-        self._state = threading.Condition()  # guards the four above
+        self._attaching = False  # the server has let us in, and we are mapping what there is
+        self._state = threading.Condition()  # guards the five above
         self._stopped = threading.Event()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=f"kvcellar-worker-{rank}", daemon=True)
@@ -69,17 +69,18 @@ class WorkerClient:
     # -- copying ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def copying(self, lease: int) -> Iterator[Slots]:
+    def copying(self, lease: int, patience: float = _MAP_S) -> Iterator[Slots]:
         """The right to touch slots, for as long as the block lasts. Raises Unavailable if the lease's server
-        is gone.
+        is gone. `patience`: seconds to wait for a rack that is just being mapped.
         """
         with self._state:
             if not self._is_valid(lease):
                 raise Disconnected("this lease was granted by another server, or on an earlier connection")
             self._copies += 1
             slabs = self._slabs
+        give_up = time.monotonic() + patience
         try:
-            yield lambda group, place: slabs.slot(group, place, _MAP_S)
+            yield lambda group, place: slabs.slot(group, place, give_up - time.monotonic())
         finally:
             with self._state:
                 self._copies -= 1
@@ -127,6 +128,14 @@ class WorkerClient:
         """For start-up and tests; an engine need not wait."""
         with self._state:
             return self._state.wait_for(lambda: self._epoch != 0, timeout)
+
+    def wait_attached(self, timeout: float) -> bool:
+        """Wait while this process is on its way in: a lease can get here before the memory it is about. False
+        at once if there is no server; a lease of now would be void by the time there is one.
+        """
+        with self._state:
+            self._state.wait_for(lambda: self._epoch != 0 or not self._attaching, timeout)
+            return self._epoch != 0
 
     def close(self) -> None:
         """Leave for good, when all that was said has been heard. No copy may be under way."""
@@ -178,9 +187,9 @@ class WorkerClient:
             # Attaching says that nothing is held: every copy on the word of an earlier server must be over.
             self._state.wait_for(lambda: not self._copies or self._stopped.is_set())
         self._slabs.forget_earlier()
-        hello = m.Hello(m.PROTOCOL_VERSION, "worker", self._session, self.rank, self._label)
-        link = Link.open(self.path, hello, _CONNECT_S)
+        link = Link.open(self.path, self._hello, _CONNECT_S)
         namespace = self.namespace
+        self._set_attaching(True)
         try:
             if namespace is not None:
                 answer = link.call(m.Register(namespace), _CONNECT_S)
@@ -189,8 +198,10 @@ class WorkerClient:
         except CellarError:
             link.close()
             self._slabs.clear()
+            self._set_attaching(False)
             raise
         with self._state:
+            self._attaching = False
             self._epoch, self._void = link.epoch, link.newest_lease
             self._queue = [op for op in self._queue if isinstance(op, _OfLease) and self._is_valid(op.lease)]
             self._outstanding = len(self._queue)
@@ -201,6 +212,11 @@ class WorkerClient:
                 self._wake()
             self._state.notify_all()
         return link
+
+    def _set_attaching(self, attaching: bool) -> None:
+        with self._state:
+            self._attaching = attaching
+            self._state.notify_all()
 
     def _serve(self, link: Link) -> None:
         """Wait for something to do, and do it."""
@@ -248,7 +264,7 @@ class WorkerClient:
         if self.namespace is None or namespace != self.namespace.id or (group, rack) in self._slabs:
             return  # not, or not yet, ours: registering will name all that there are
         try:
-            slab = fetch_slab(self.path, self._session, self.rank, self.namespace.id, group, rack)
+            slab = fetch_slab(self.path, self._hello.session, self.rank, self.namespace.id, group, rack)
         except Rejected:
             self._slabs.drop(group, rack)  # gone again already
         except CellarError as error:

@@ -10,10 +10,11 @@ import queue
 import threading
 import time
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvcellar.client import WorkerClient
+from kvcellar.client import Slots, WorkerClient
 from kvcellar.errors import CellarError
 from kvcellar.identity import SKIP, CopyPlan
 from kvcellar.transfer import Mover, Rows
@@ -21,7 +22,15 @@ from kvcellar.vllm.jobs import GroupCopy, Job
 
 log = logging.getLogger(__name__)
 
-_CONNECT_S = 2.0
+# What a load or store may wait for its memory to be mapped, from when it was asked for: however many wait,
+# they wait no longer than one.
+_MAP_S = 2.0
+
+
+class _Task(NamedTuple):
+    job: Job
+    after: Any  # the fence
+    give_up: float
 
 
 @dataclass
@@ -41,9 +50,10 @@ class Copier:
         self._mover = mover
         self._writes = writes
         self._done = Done()
-        self._lock = threading.Lock()  # guards what is done
-        self._loads: queue.SimpleQueue[tuple[Job, Any] | None] = queue.SimpleQueue()
-        self._stores: queue.SimpleQueue[tuple[Job, Any] | None] = queue.SimpleQueue()
+        self._loading = 0
+        self._changed = threading.Condition()  # guards the two above
+        self._loads: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._stores: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run_loads, name="kvcellar-loads", daemon=True),
             threading.Thread(target=self._run_stores, name="kvcellar-stores", daemon=True),
@@ -55,14 +65,21 @@ class Copier:
         """To be called on the engine's thread: copies start after what it has launched so far."""
         if not loads and not stores:
             return
-        after = self._mover.fence()
+        after, give_up = self._mover.fence(), time.monotonic() + _MAP_S
+        with self._changed:
+            self._loading += len(loads)
         for job in loads:
-            self._loads.put((job, after))
+            self._loads.put(_Task(job, after, give_up))
         for job in stores:
-            self._stores.put((job, after))
+            self._stores.put(_Task(job, after, give_up))
+
+    def wait_for_a_load(self, seconds: float) -> None:
+        """Until there is one to report, or none under way."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done.loads or not self._loading, seconds)
 
     def take(self) -> Done:
-        with self._lock:
+        with self._changed:
             done, self._done = self._done, Done()
         return done
 
@@ -76,11 +93,12 @@ class Copier:
     # -- loads ------------------------------------------------------------------------------------------
 
     def _run_loads(self) -> None:
-        while (item := self._loads.get()) is not None:
-            job, after = item
-            started = time.monotonic()
-            bad = self._load(job, after)
-            with self._lock:
+        while (task := self._loads.get()) is not None:
+            job, started = task.job, time.monotonic()
+            bad = self._load(task)
+            with self._changed:
+                self._loading -= 1
+                self._changed.notify_all()
                 self._done.loads.add(job.request_id)
                 if bad:
                     self._done.failed.add(job.request_id)
@@ -88,13 +106,12 @@ class Copier:
                 self._count("load", started, 0 if bad else self._bytes_of(job))
                 self._done.counts["loads_failed"] += bool(bad)
 
-    def _load(self, job: Job, after: Any) -> set[int]:
+    def _load(self, task: _Task) -> set[int]:
         """Returns the blocks that hold garbage."""
-        self._client.wait_connected(_CONNECT_S)
-        bad: set[int] = set()
+        job, bad = task.job, set[int]()
         try:
-            with self._client.copying(job.lease) as slots:
-                failed = self._mover.load([_rows(copy) for copy in job.copies], slots, after)
+            with self._copying(task) as slots:
+                failed = self._mover.load([_rows(copy) for copy in job.copies], slots, task.after)
             for copy, rows in zip(job.copies, failed, strict=True):
                 for row in rows:
                     self._client.condemn(job.lease, copy.group, copy.chunks[row])
@@ -113,30 +130,33 @@ class Copier:
     # -- stores -----------------------------------------------------------------------------------------
 
     def _run_stores(self) -> None:
-        while (item := self._stores.get()) is not None:
-            job, after = item
-            started = time.monotonic()
-            good = self._store(job, after)
-            with self._lock:
+        while (task := self._stores.get()) is not None:
+            job, started = task.job, time.monotonic()
+            good = self._store(task)
+            with self._changed:
                 self._done.stores[job.id] += 1
                 if self._writes:
                     self._count("store", started, self._bytes_of(job) if good else 0)
                     self._done.counts["stores_dropped"] += not good
 
-    def _store(self, job: Job, after: Any) -> bool:
+    def _store(self, task: _Task) -> bool:
         """Whether it is stored, as far as this rank goes."""
         if not self._writes:
             return True
+        job = task.job
         try:
-            self._client.wait_connected(_CONNECT_S)
-            with self._client.copying(job.lease) as slots:
-                self._mover.store([_rows(copy) for copy in job.copies], slots, after)
+            with self._copying(task) as slots:
+                self._mover.store([_rows(copy) for copy in job.copies], slots, task.after)
         except Exception as error:  # noqa: BLE001 - a store that breaks is a store less
             log.warning("KVCellar: a store was dropped: %s", error)
             self._client.abort(job.lease, job.first, job.stop)
             return False
         self._client.commit(job.lease, job.first, job.stop)
         return True
+
+    def _copying(self, task: _Task) -> AbstractContextManager[Slots]:
+        self._client.wait_attached(max(0.0, task.give_up - time.monotonic()))
+        return self._client.copying(task.job.lease, max(0.0, task.give_up - time.monotonic()))
 
     def _count(self, what: str, started: float, moved: int) -> None:
         self._done.counts.update(

@@ -63,6 +63,7 @@ class CellarMetadata(KVConnectorMetadata):
     namespace: bytes = b""  # encoded; empty while the scheduler has none
     loads: list[Job] = field(default_factory=list)
     stores: list[Job] = field(default_factory=list)
+    idle: bool = False  # the step has no forward
 
 
 @dataclass

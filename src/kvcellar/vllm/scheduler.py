@@ -218,7 +218,9 @@ class SchedulerSide:
             if tracked is not None:
                 self.stores.plan(client, tracked, scheduled)
         client.flush()
-        return CellarMetadata(client.namespace.encode(), loads, jobs)
+        return CellarMetadata(
+            client.namespace.encode(), loads, jobs, idle=not output.total_num_scheduled_tokens
+        )
 
     def step_done(self, output: KVConnectorOutput) -> None:
         report = output.kv_connector_worker_meta

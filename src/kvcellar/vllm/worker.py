@@ -22,6 +22,9 @@ from kvcellar.vllm.options import Options
 
 log = logging.getLogger(__name__)
 
+# How long a step without a forward may wait for a load. New requests wait as long.
+_IDLE_S = 0.002
+
 
 class WorkerSide:
     def __init__(self, config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options) -> None:
@@ -38,6 +41,7 @@ class WorkerSide:
         self._copier: Copier | None = None
         self._namespace = b""
         self._done = Done()
+        self._idle = False  # the engine's step has no forward
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         for name, tensor in kv_caches.items():
@@ -102,6 +106,7 @@ class WorkerSide:
         if self._copier is not None:
             self._copier.add(metadata.loads, metadata.stores)
             metadata.loads, metadata.stores = [], []
+            self._idle = metadata.idle
 
     def _use(self, encoded: bytes) -> None:
         """The engine's namespace is known, or another one: after an update of the weights."""
@@ -141,6 +146,9 @@ class WorkerSide:
     def finished_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose load is over, and those of them where it failed."""
         if self._copier is not None:
+            if self._idle:
+                # Else vLLM sleeps for a millisecond and asks again.
+                self._copier.wait_for_a_load(_IDLE_S)
             self._done = self._copier.take()
         return self._done.loads, self._done.failed
 
