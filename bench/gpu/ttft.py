@@ -18,9 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.engine import CACHE_GIB, ENVIRONMENT, MODES, Engine, backing, server
-from bench.gpu.shapes import CONFIGS, kv_bytes, stored_bytes
+from bench.gpu.engine import ENVIRONMENT, MODES, Engine, backing, server
+from bench.gpu.shapes import CONFIGS, kv_bytes
 
+REST_S = 12.0
 LENGTHS = (2_048, 8_192, 32_768, 64_000)
 
 
@@ -57,21 +58,20 @@ def measure_mode(mode: str, args: argparse.Namespace) -> dict[str, Any]:
                 "bus_gbps": rate / 1e9,
                 "server_s": up,
             }
-            warm_up(engine, args.model)
+            warm_up(engine)
             result["rows"] = [measure_length(engine, tokens, args, rate) for tokens in args.lengths]
             if args.prompts:
                 result["equal"] = compare_tokens(engine, args.prompts)
     return result
 
 
-def warm_up(engine: Engine, model: str) -> None:
-    """Kernels are compiled, and the cache is full: every mode is measured as it will run for days."""
+def warm_up(engine: Engine) -> None:
+    """Kernels are compiled, memory is mapped and page-locked: every mode is measured as it runs for days."""
     for _ in range(3):
         prompt = engine.prompt(4_000)
         engine.run(prompt), time.sleep(0.5), engine.forget(), engine.run(prompt)
-    for _ in range(1 + (CACHE_GIB << 30) // stored_bytes(model, 64_000)):
-        engine.run(engine.prompt(64_000))
-    time.sleep(2)
+    engine.run(engine.prompt(64_000))
+    time.sleep(REST_S)
 
 
 def measure_length(engine: Engine, tokens: int, args: argparse.Namespace, rate: float) -> dict[str, Any]:

@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 _RETRY_S = 5.0
 # How long the engines that map a rack have to let go of it, before another rack is tried.
 _RETURN_S = 0.5
-_HEADROOM_SHARE = 8  # of the memory
 
 
 class Steward:
@@ -79,9 +78,8 @@ class Steward:
         None means: as good as it gets, now or ever; evict for the rest.
         """
         shelf = room.shelves[group]
-        if self.draining or shelf.free_slots >= max(
-            stripes, shelf.slots // 4, self._headroom(room.namespace)
-        ):
+        enough = shelf.free_slots >= max(stripes, shelf.slots // 4)
+        if self.draining or (enough and shelf.slots >= self._headroom(room.namespace)):
             return None
         key = (room.namespace.id, group)
         task = self._growing.get(key)
@@ -98,12 +96,12 @@ class Steward:
             del self._growing[key]
 
     def _headroom(self, namespace: Namespace) -> int:
-        """Chunks that should always fit at once: an eighth of all memory, shared by all namespaces.
+        """Chunks of its share of all memory: what was granted is made ready before it is needed.
 
-        Engines have then mapped, and page-locked for their GPUs, what a burst of stores will need.
+        Engines map it, and page-lock it for their GPUs, while they start, and not under their first requests.
         """
         chunk = sum(stripe_bytes(namespace, group) for group in range(len(namespace.groups)))
-        return self._arena.limit // (_HEADROOM_SHARE * max(1, len(self._ledger.rooms)) * chunk)
+        return self._arena.limit // (max(1, len(self._ledger.rooms)) * chunk)
 
     def _start(self, room: Room, group: int, *, may_take: bool) -> asyncio.Task[None] | None:
         spec = self._arena.plan(room.namespace, group)

@@ -24,8 +24,8 @@ _PIECE = 32 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels refuse it, and locking takes longer
 _libc = ctypes.CDLL(None)
 
-# Of the time, what is left to others.
-_PAUSE = 2.0
+# Between two pieces, each of which takes about as long: others want the driver too.
+_PAUSE_S = 0.002
 
 
 def slots_locked_together(slot_bytes: int) -> int:
@@ -66,9 +66,8 @@ class Pins:
             wanted, slab = self._todo.get()
             for address in [address for address, (_, its) in self._pieces.items() if its is slab]:
                 if wanted and address not in self._locked:
-                    begun = time.monotonic()
                     self._lock(address)
-                    time.sleep(_PAUSE * (time.monotonic() - begun))
+                    time.sleep(_PAUSE_S)
                 elif not wanted:
                     self._unlock(address)
 
