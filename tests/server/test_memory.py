@@ -128,8 +128,8 @@ def test_a_slab_is_given_to_the_process_of_a_rank_that_registered_its_namespace(
     raw(hello("worker", session="stranger")).register(OTHER)
     with pytest.raises(UnknownNamespace):
         fetch_slab(server.socket, "stranger", 0, ONE.id, 0, 0)
-    with pytest.raises(UnknownNamespace, match="no rack 9"):
-        fetch_slab(server.socket, "owner-too", 0, ONE.id, 0, 9)
+    with pytest.raises(UnknownNamespace, match="no rack 999"):
+        fetch_slab(server.socket, "owner-too", 0, ONE.id, 0, 999)
     for session, rank in (("nobody", 0), ("owner-too", 1)):
         with pytest.raises(WrongOwner, match="attach as this rank first"):
             fetch_slab(server.socket, session, rank, ONE.id, 0, 0)

@@ -20,7 +20,7 @@ from kvcellar.vllm.jobs import Job, group_copy
 from kvcellar.vllm.tracked import Tracked
 
 # Blocks that stores may hold, as a share of the pool.
-_HELD_SHARE = 10
+_HELD_SHARE = 4
 # How long blocks are held for a server that does not say where to put them.
 _RESERVE_S = 2.0
 
