@@ -231,13 +231,16 @@ class Shelf:
     def _evict_one(self) -> bool:
         if self._guarded or self.pinned:
             return False
-        victim = self._policy.evict(lambda stripe: stripe.pins == 0 and stripe.key not in self._children)
+        victim = self._policy.evict(self._may_go)
         if victim is None:
             return False
         self._drop_key(victim)
         self.left_by["evicted"] += 1
         self._release_place(victim)
         return True
+
+    def _may_go(self, stripe: Stripe) -> bool:
+        return not stripe.pins and stripe.key not in self._children
 
     def _unindex(self, stripe: Stripe) -> None:
         self._drop_key(stripe)

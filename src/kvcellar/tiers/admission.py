@@ -6,12 +6,17 @@ no at once. Its memory is fixed. Knows nothing of tiers, queues or bytes; a wron
 write, nothing else.
 """
 
+from array import array
 from collections.abc import Callable
 from enum import Enum
+from struct import Struct
 from typing import Protocol
 
-from kvcellar.ghost import Ghost
 from kvcellar.identity import ChunkKey
+
+_number = Struct("<Q").unpack_from  # chunk keys are hashes: any part of one is as good as another
+_TURN = 0xFFFF_FFFF
+_MARK = _TURN << 32
 
 
 class Event(Enum):
@@ -57,6 +62,32 @@ class WriteEvicted:
 
     def wants(self, key: ChunkKey, event: Event) -> bool:  # noqa: ARG002 - not by key
         return event is Event.EVICTED
+
+
+class Ghost:
+    """The keys seen lately, in a fixed number of bytes: 16 to 32 each, where a set has 100.
+
+    A table of fingerprints, each with its turn: a key is known if it is among the last `window` that were
+    added. A newer key takes the cell of an older one, so up to two in five are forgotten early; a new key is
+    taken for a known one once in four billion times.
+    """
+
+    def __init__(self, window: int) -> None:
+        cells = 1 << (2 * window - 1).bit_length()
+        self._window = window
+        self._cells = array("Q", bytes(8 * cells))
+        self._mask = cells - 1
+        self._turn = window  # so that empty cells, which read as turn 0, are old
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        number: int = _number(key)[0]
+        cell = self._cells[number & self._mask]
+        return (cell ^ number) <= _TURN and (self._turn - cell) & _TURN < self._window
+
+    def add(self, key: ChunkKey) -> None:
+        number: int = _number(key)[0]
+        self._turn = (self._turn + 1) & _TURN  # wraps after four billion keys, and then mistakes a few
+        self._cells[number & self._mask] = number & _MARK | self._turn
 
 
 DefaultFilter = WriteEverything
