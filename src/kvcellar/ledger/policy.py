@@ -71,18 +71,20 @@ class S3Fifo:
 
     def _evict_new(self, may_go: Callable[[Stripe], bool]) -> Stripe | None:
         """Whatever is not taken moves on, so that each stripe is looked at once."""
-        while self._new:
-            stripe = self._new.popleft()
+        new, proven, order = self._new, self._proven, self._missed_order
+        while new:
+            stripe = new.popleft()
             if not stripe.indexed:
                 self._gone -= 1
             elif stripe.visited or not may_go(stripe):
                 stripe.visited = False
-                self._proven.append(stripe)
+                proven.append(stripe)
             else:
-                self._missed.add(stripe.key)
-                self._missed_order.append(stripe.key)
-                while 2 * len(self._missed_order) > len(self._new) + len(self._proven):
-                    self._missed.discard(self._missed_order.popleft())
+                key = stripe.key
+                self._missed.add(key)
+                order.append(key)
+                while 2 * len(order) > len(new) + len(proven):
+                    self._missed.discard(order.popleft())
                 return stripe
         return None
 
