@@ -13,6 +13,7 @@ import typer
 
 from kvcellar import __version__
 from kvcellar.cli import bench
+from kvcellar.cli.simulate import simulate, trace
 from kvcellar.config import HELP, load_settings
 from kvcellar.errors import CellarError, StartupError, Unavailable
 
@@ -24,6 +25,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench.app, name="bench", help="Measure this machine.")
+app.command()(simulate)
+app.command()(trace)
 
 
 def _flag(name: str) -> typer.models.OptionInfo:
