@@ -77,7 +77,7 @@ class SchedulerClient:
         self._sent: dict[int, Sequence[tuple[m.Operation, Hashable]]] = {}  # by request id
         self._granted: list[tuple[Hashable, Grant]] = []
         self._silent = False  # the last lookup got no answer: do not wait for another before something comes
-        self._lock = threading.Lock()  # guards _link and _known against the thread that reconnects
+        self._lock = threading.Lock()  # guards namespace, _link and _known against the thread that reconnects
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep_connected, name="kvcellar-scheduler", daemon=True)
         self._thread.start()
@@ -127,6 +127,18 @@ class SchedulerClient:
     def abort(self, lease: int, first: int, stop: int) -> None:
         """No rank was told to write these chunks, and none will be."""
         self._queue.append((m.Abort(lease, first, stop), None))
+
+    def register(self, namespace: Namespace, timeout: float = 0.05) -> None:
+        """Work with this namespace from now on, in place of the other. Leases of the other stay good."""
+        with self._lock:
+            self.namespace = namespace
+        with contextlib.suppress(Unavailable):  # it is registered when there is a server again
+            link = self._current_link()
+            try:
+                link.call(m.Register(namespace), timeout)
+            except CellarError as error:
+                log.info("connection lost: %s", error)
+                self._drop(link)
 
     def forget(self, lease: int) -> None:
         """Every rank has answered for this lease."""
@@ -300,16 +312,21 @@ class SchedulerClient:
         with self._lock:
             known = tuple(self._known)
         link = Link.open(self.path, msgspec.structs.replace(self._hello, leases=known), _CONNECT_S)
-        try:
-            link.call(m.Register(self.namespace), _CONNECT_S)
-        except CellarError:
-            link.close()
-            raise
-        with self._lock:
-            if link.epoch != self._epoch:
-                self._epoch = link.epoch
-                self._known.clear()  # another server: it knows none of them
-            self._link = link
+        while True:
+            namespace = self.namespace
+            try:
+                link.call(m.Register(namespace), _CONNECT_S)
+            except CellarError:
+                link.close()
+                raise
+            with self._lock:
+                if self.namespace is not namespace:
+                    continue  # changed in this very moment
+                if link.epoch != self._epoch:
+                    self._epoch = link.epoch
+                    self._known.clear()  # another server: it knows none of them
+                self._link = link
+                return
 
 
 def _packed(keys: Sequence[ChunkKey]) -> bytes:

@@ -81,9 +81,11 @@ class WorkerClient:
 
     def register(self, namespace: Namespace) -> None:
         """Work with this namespace from now on. An engine that learns its identity late attaches early, so
-        that it has its share in the first lease, and registers when it knows.
+        that it has its share in the first lease, and registers when it knows. No copy may be under way.
         """
         with self._state:
+            if self.namespace is not None:
+                self._slabs = SlabMap()  # racks are numbered by namespace
             self.namespace = namespace
             if self._epoch:
                 self._queue.append(m.Register(namespace))
@@ -231,8 +233,9 @@ class WorkerClient:
             with contextlib.suppress(Rejected):  # gone again already
                 self._map(message.namespace, message.group, message.rack)
         elif isinstance(message, m.RackLeaving):
-            self._slabs.drop(message.group, message.rack)
             with self._state:
+                if self.namespace is not None and message.namespace == self.namespace.id:
+                    self._slabs.drop(message.group, message.rack)
                 self._outstanding += 1  # it is answered like everything else
             link.send((m.Unmapped(message.namespace, message.group, message.rack),), _SEND_S)
         elif isinstance(message, m.Reply):
@@ -251,10 +254,11 @@ class WorkerClient:
                 self._map(registered.namespace, group, rack)
 
     def _map(self, namespace: bytes, group: int, rack: int) -> None:
-        if self.namespace is None or namespace != self.namespace.id or (group, rack) in self._slabs:
+        with self._state:
+            ours, slabs = self.namespace, self._slabs
+        if ours is None or namespace != ours.id or (group, rack) in slabs:
             return  # not, or not yet, ours: registering will name all that there are
-        slab = fetch_slab(self.path, self._hello.session, self.rank, self.namespace.id, group, rack)
-        self._slabs.add(group, rack, slab)
+        slabs.add(group, rack, fetch_slab(self.path, self._hello.session, self.rank, ours.id, group, rack))
 
     def _detach(self, link: Link) -> None:
         link.close()
