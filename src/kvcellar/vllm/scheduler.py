@@ -18,7 +18,7 @@ from vllm.v1.request import Request
 
 from kvcellar.client import AdminClient, Grant, SchedulerClient
 from kvcellar.errors import BadRequest, CellarError
-from kvcellar.identity import SKIP, block_range, plan_load
+from kvcellar.identity import SKIP, Namespace, block_range, plan_load
 from kvcellar.slab import NO_PLACE
 from kvcellar.vllm.identity import check_supported, hash_block_tokens, make_namespace
 from kvcellar.vllm.jobs import CellarMetadata, GroupCopy, Job, StoresDone, TensorLayout, group_copy
@@ -85,9 +85,7 @@ class SchedulerSide:
         """Made at the first request: only then has vLLM derived the hash seed, a part of the namespace."""
         if self._client is None and not self._problem:
             try:
-                namespace = make_namespace(
-                    self._config, self._kv_cache_config, self._layouts, self._generation, self._options.tenant
-                )
+                namespace = self._make_namespace()
             except BadRequest as error:
                 self._disable(str(error))
                 return None
@@ -95,6 +93,11 @@ class SchedulerSide:
             self._client = SchedulerClient(self._options.socket, self._options.session, namespace, label)
             self._client.wait_connected(self._options.lookup_timeout)
         return self._client
+
+    def _make_namespace(self) -> Namespace:
+        return make_namespace(
+            self._config, self._kv_cache_config, self._layouts, self._generation, self._options.tenant
+        )
 
     # -- offering ---------------------------------------------------------------------------------------
 
@@ -231,8 +234,10 @@ class SchedulerSide:
         for tracked in self._requests.values():
             self._give_back(tracked)
             tracked.planned = 0
-        self.close()
-        self._client = None
+            if tracked.loading or tracked.request.num_computed_tokens:
+                tracked.mixed_at = tracked.request.num_preemptions
+        if self._client is not None:
+            self._client.register(self._make_namespace(), self._options.lookup_timeout)
 
     def close(self) -> None:
         if self._client is not None:

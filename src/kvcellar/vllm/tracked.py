@@ -17,7 +17,13 @@ class Tracked:
         self.loading = False
         self.failed = False  # a load went wrong: it is not offered the cache again
         self.planned = 0  # chunks before this one are stored, or on their way
+        self.mixed_at = -1  # number of preemptions when the weights changed under its KV
         self._hashes_per_chunk = hashes_per_chunk
+
+    @property
+    def is_mixed(self) -> bool:
+        """Its KV was made by two generations of weights, or may be; until it is computed from the start."""
+        return bool(self.mixed_at == self.request.num_preemptions)
 
     def hashed_chunks(self) -> int:
         """Chunks whose last block vLLM has hashed; brings the keys up to date.

@@ -37,7 +37,6 @@ class WorkerSide:
     def __init__(self, config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options) -> None:
         self._rank = config.parallel_config.rank
         self._layers = group_layers(kv_cache_config)
-        self._options = options
         self._memory: dict[str, Bytes] = {}
         self._layout = TensorLayout({})
         # Attached at once, long before the namespace is known: a rank has no share in what was granted before
@@ -80,10 +79,9 @@ class WorkerSide:
 
     def _use(self, encoded: bytes) -> None:
         """The engine's namespace is known, or another one: after an update of the weights."""
-        if self._copier is not None:
-            self._copier.close()
-            self._client.close()
-            self._client = WorkerClient(self._options.socket, self._options.session, self._rank)
+        before = self._copier
+        if before is not None:
+            before.close()
         self._namespace = encoded
         namespace = decode_namespace(encoded)
         self._client.register(namespace)
@@ -93,6 +91,8 @@ class WorkerSide:
             for group, names in enumerate(self._layers)
         ]
         self._copier = _Copier(self._client, transfers, writes=namespace.parallel.is_writer(self._rank))
+        if before is not None:
+            self._copier.inherit(before)
 
     def take_loads(self) -> KVConnectorTransferResults:
         return self._copier.take_loads() if self._copier is not None else KVConnectorTransferResults()
@@ -127,6 +127,12 @@ class _Copier:
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="kvcellar-copier", daemon=True)
         self._thread.start()
+
+    def inherit(self, before: "_Copier") -> None:
+        """Report what one that is closed has not: vLLM waits for every answer."""
+        with self._changed:
+            self._results, self._stored = before.take_loads(), before.take_stores()
+            self._counts.update(before.take_counts())
 
     def add_load(self, job: Job) -> None:
         with self._changed:
