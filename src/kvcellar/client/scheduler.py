@@ -65,7 +65,10 @@ class _Lookup:
 
 
 class SchedulerClient:
-    def __init__(self, path: Path, session: str, namespace: Namespace, label: str = "") -> None:
+    def __init__(
+        self, path: Path, session: str, namespace: Namespace, label: str = "", told: str = ""
+    ) -> None:
+        """`told`: the trouble that people know of already."""
         self.path = path
         self.namespace = namespace
         self._hello = m.Hello(m.PROTOCOL_VERSION, "scheduler", session, label=label)
@@ -79,7 +82,9 @@ class SchedulerClient:
         self._silent = False  # the last lookup got no answer: do not wait for another before something comes
         self._lock = threading.Lock()  # guards namespace, _link and _known against the thread that reconnects
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._keep_connected, name="kvcellar-scheduler", daemon=True)
+        self._thread = threading.Thread(
+            target=self._keep_connected, args=(told,), name="kvcellar-scheduler", daemon=True
+        )
         self._thread.start()
 
     # -- asking -----------------------------------------------------------------------------------------
@@ -288,8 +293,9 @@ class SchedulerClient:
             if isinstance(op, m.Release | m.Abort) and op.lease >> LEASE_BITS == self._epoch
         ] + kept
 
-    def _keep_connected(self) -> None:
-        while keep_trying(self.path, self._connect, self._stopped):
+    def _keep_connected(self, told: str) -> None:
+        while keep_trying(self.path, self._connect, self._stopped, told=told):
+            told = ""
             self._watch()
 
     def _watch(self) -> None:

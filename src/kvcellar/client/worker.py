@@ -165,7 +165,10 @@ class WorkerClient:
 
     def _run(self) -> None:
         links: list[Link] = []
-        while keep_trying(self.path, lambda: links.append(self._connect()), self._stopped):
+        # The scheduler side tells people of trouble, once for all ranks.
+        while keep_trying(
+            self.path, lambda: links.append(self._connect()), self._stopped, level=logging.INFO
+        ):
             link = links.pop()
             try:
                 while not self._stopped.is_set():

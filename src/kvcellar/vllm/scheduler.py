@@ -17,7 +17,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvcellar.client import AdminClient, Grant, SchedulerClient
-from kvcellar.errors import BadRequest, CellarError
+from kvcellar.errors import BadRequest, CellarError, StartupError
 from kvcellar.identity import SKIP, Namespace, block_range, plan_load
 from kvcellar.slab import NO_PLACE
 from kvcellar.vllm.identity import check_supported, hash_block_tokens, make_namespace
@@ -43,6 +43,7 @@ class SchedulerSide:
         self._options = options
         self._layouts: dict[str, str] = {}
         self._problem = ""  # why there is no cache for this engine
+        self._told = ""  # why there is none for now
         self._generation = 0
         self._client: SchedulerClient | None = None
         self._requests: dict[str, Tracked] = {}
@@ -63,12 +64,13 @@ class SchedulerSide:
                 admin.ping()
         except CellarError as error:
             if self._options.require:
-                raise
+                raise StartupError(f"KVCellar is required, and {error}") from None
+            self._told = str(error)
             log.warning("KVCellar: no cache for now, computing everything: %s", error)
 
     def _disable(self, reason: str) -> None:
         if self._options.require:
-            raise BadRequest(reason)
+            raise StartupError(f"KVCellar is required, and {reason}")
         self._problem = reason
         log.warning("KVCellar: no cache for this engine: %s", reason)
 
@@ -90,7 +92,9 @@ class SchedulerSide:
                 self._disable(str(error))
                 return None
             label = f"vLLM {self._config.model_config.model}"
-            self._client = SchedulerClient(self._options.socket, self._options.session, namespace, label)
+            self._client = SchedulerClient(
+                self._options.socket, self._options.session, namespace, label, self._told
+            )
             self._client.wait_connected(self._options.lookup_timeout)
         return self._client
 
