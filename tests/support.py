@@ -80,7 +80,7 @@ class Engine:
         self.ranks = range(namespace.parallel.world_size)
         for rank in (SCHEDULER, *self.ranks):
             self.session = ledger.join(name, rank)
-        self.room = ledger.register(self.session, namespace)
+        self.room = ledger.register(self.session, SCHEDULER, namespace)
         for shelf in self.room.shelves:
             if not shelf.tables:
                 shelf.add_rack(0, MemoryTable(slots))

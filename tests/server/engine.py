@@ -105,6 +105,14 @@ class Engine:
             self.scheduler.release(grant.lease, 0, grant.chunks)
             self.scheduler.flush()
 
+    def change(self, namespace: Namespace) -> None:
+        """Work with another namespace from now on."""
+        self.namespace = namespace
+        self.scheduler.register(namespace, 5.0)
+        for worker in self.workers.values():
+            worker.register(namespace)
+        self.flush()
+
     # -- the ranks ---------------------------------------------------------------------------------------
 
     def write(self, grant: Grant, seed: int = 0, groups: Sequence[int] | None = None) -> None:

@@ -16,6 +16,7 @@ from kvcellar.wire import DESCRIPTOR, PREFIX, encode, receive_with_fd
 from kvcellar.wire import messages as m
 from tests.server.engine import NAMESPACES, eventually
 from tests.server.raw import hello
+from tests.support import namespace
 
 ONE, OTHER = NAMESPACES["one"], NAMESPACES["other"]
 MIB = 1 << 20
@@ -89,6 +90,22 @@ def test_a_namespace_that_nobody_uses_gives_up_all_its_memory(small, engine):
     fill(heir)
     eventually(lambda: memory_of(small, ONE) == 0)
     assert memory_of(small, OTHER) > MIB // 2
+    assert small.slab_bytes() <= MIB
+
+
+def test_an_engine_whose_weights_change_leaves_the_memory_of_before(small, engine):
+    """Its connections stay, and what it maps of the old namespace is let go when others need it."""
+    trainer = engine("one", session="trainer")
+    for generation in range(6):
+        made = namespace(checksum="xxh3-64", weights_generation=generation)
+        trainer.change(made)
+        assert trainer.hit(16) == 0
+        fill(trainer)
+        hit = trainer.lookup(16, seed=23)
+        assert trainer.read(hit, seed=23) == []
+        trainer.release(hit)
+    eventually(lambda: memory_of(small, made) > MIB // 2)
+    assert small.status().sessions[0].namespaces == [made.id.hex()]
     assert small.slab_bytes() <= MIB
 
 

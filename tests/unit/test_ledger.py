@@ -264,7 +264,7 @@ def test_vanished_engine_leaves_nothing_pinned_and_nothing_in_writing(ledger):
 def test_vanished_engine_whose_ranks_never_came_leaves_nothing_behind(ledger):
     Engine(ledger, TP2, "writer").store([A])
     session = ledger.join("young", SCHEDULER)
-    ledger.register(session, TP2)
+    ledger.register(session, SCHEDULER, TP2)
     ledger.lookup(session, TP2.id, [A])
     ledger.part(session, SCHEDULER)
     assert "young" not in ledger.sessions

@@ -397,7 +397,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.model.drop({member})
         self.model.members.add(member)
         if member.rank == SCHEDULER:
-            self.ledger.register(session, ENGINES[member.engine])
+            self.ledger.register(session, member.rank, ENGINES[member.engine])
             mine = sorted(lease for lease, use in self.model.uses.items() if use.engine == member.engine)
             known = mine if keep else mine[::2]
             self.ledger.keep_leases(session, known)

@@ -2,7 +2,7 @@
 
 Reads one JSON line on stdin, the job:
     {"model": folder, "options": {keyword arguments of vllm.LLM}, "warm": whether to run a first request,
-     "connector": null | {extra config of the connector}}
+     "connector": null | {extra config of the connector}, "role": of the connector, "kv_both" if absent}
 and answers {"ready": seconds, "block": tokens, "groups": [spec class names]} when it is up. Then, until end
 of file, reads a round per line and answers each with one line (see `Engine.play`):
     {"prompts": [[token ids]...], "max_tokens": n, "together": false, "salt": text,
@@ -42,11 +42,11 @@ DEFAULTS: dict[str, Any] = {
 
 
 def main() -> None:
-    answers = _take_stdout()
+    answers = take_stdout()
     job = json.loads(sys.stdin.readline())
     options = job["options"]
     ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
-    _set_environment(ranks)
+    set_environment(ranks)
     started = time.monotonic()
     engine = Engine(job)
     if job["warm"]:
@@ -58,7 +58,7 @@ def main() -> None:
     os._exit(0)  # taking the interpreter down by the book adds seconds to every test
 
 
-def _take_stdout() -> TextIO:
+def take_stdout() -> TextIO:
     """Keep stdout for answers only: whatever else the process and its children print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -70,7 +70,7 @@ def _answer(answers: TextIO, answer: dict[str, Any]) -> None:
     answers.flush()
 
 
-def _set_environment(ranks: int) -> None:
+def set_environment(ranks: int) -> None:
     """Before vLLM or torch is imported; children inherit it."""
     cores = sorted(os.sched_getaffinity(0))
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -99,7 +99,7 @@ class Engine:
             options["kv_transfer_config"] = vllm.config.KVTransferConfig(
                 kv_connector="KVCellarConnector",
                 kv_connector_module_path="kvcellar.vllm",
-                kv_role="kv_both",
+                kv_role=job.get("role", "kv_both"),
                 kv_connector_extra_config=job["connector"],
             )
         self.vllm = vllm

@@ -89,6 +89,33 @@ def model(kind: str, python: Path) -> Path:
     return folder
 
 
+def make_job(
+    kind: str, python: Path, *, connector: Mapping[str, Any] | None = None, warm: bool = True, **options: Any
+) -> dict[str, Any]:
+    """What engine.py is told first."""
+    return {
+        "model": str(model(kind, python)),
+        "options": KINDS[kind].options | options,
+        "connector": connector,
+        "warm": warm,
+    }
+
+
+def start_engines(jobs: Sequence[Mapping[str, Any]], log: Path) -> list[dict[str, Any]]:
+    """What became of each, see starts.py."""
+    with log.open("ab") as errors:
+        done = subprocess.run(
+            [vllm_python(), "-m", "tests.vllm.starts"],
+            input=json.dumps(jobs).encode() + b"\n",
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            cwd=ROOT,
+            timeout=START + len(jobs) * ROUND,
+            check=True,
+        )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 class VllmEngine:
     """A vLLM engine in a process group of its own, from `with` to its end.
 
@@ -110,12 +137,7 @@ class VllmEngine:
         self.kind = kind
         self.log = log
         self._python = python or vllm_python()
-        self._job = {
-            "model": str(model(kind, self._python)),
-            "options": KINDS[kind].options | options,
-            "connector": connector,
-            "warm": warm,
-        }
+        self._job = make_job(kind, self._python, connector=connector, warm=warm, **options)
         self._about: dict[str, Any] | None = None
         self._unread = b""
         self._process: subprocess.Popen[bytes]

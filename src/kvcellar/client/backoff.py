@@ -14,21 +14,30 @@ _FIRST_S, _LONGEST_S = 0.02, 1.0
 _REJECTED_S = 5.0  # the server does not want us; only a restart of one side will change that
 
 
-def keep_trying(path: Path, attempt: Callable[[], None], stopped: threading.Event) -> bool:
-    """Call `attempt` until it succeeds (True) or `stopped` is set (False). New trouble is logged once."""
-    delay, told = _FIRST_S, ""
+def keep_trying(
+    path: Path,
+    attempt: Callable[[], None],
+    stopped: threading.Event,
+    *,
+    level: int = logging.WARNING,
+    told: str = "",
+) -> bool:
+    """Call `attempt` until it succeeds (True) or `stopped` is set (False). New trouble is logged once; `told`
+    is not new.
+    """
+    delay = _FIRST_S
     while not stopped.is_set():
         try:
             attempt()
         except CellarError as error:
             if str(error) != told:
                 told = str(error)
-                log.warning("no cache for now (%s): %s", path, error)
+                log.log(level, "no cache for now (%s): %s", path, error)
             pause = _REJECTED_S if isinstance(error, Rejected) else delay * random.uniform(0.5, 1.0)
             stopped.wait(pause)
             delay = min(2 * delay, _LONGEST_S)
         else:
             if told:
-                log.warning("the cache is back (%s)", path)
+                log.log(level, "the cache is back (%s)", path)
             return True
     return False

@@ -45,11 +45,14 @@ class Link:
             link._poll.register(sock, select.POLLIN)
             answer = link.receive_one(deadline)
             if not isinstance(answer, m.Welcome):
-                raise Disconnected(f"{path} does not answer as a kvcellar server")
+                raise Disconnected(f"it began with {type(answer).__name__}")
             link.epoch, link.newest_lease = answer.epoch, answer.newest_lease
         except OSError as error:
             link.close()
             raise Disconnected(f"no server on {path}: {error.strerror or error}") from None
+        except (Disconnected, DeadlineExceeded) as error:
+            link.close()
+            raise type(error)(f"no kvcellar server answers on {path}: {error}") from None
         except CellarError:
             link.close()
             raise

@@ -65,7 +65,10 @@ class _Lookup:
 
 
 class SchedulerClient:
-    def __init__(self, path: Path, session: str, namespace: Namespace, label: str = "") -> None:
+    def __init__(
+        self, path: Path, session: str, namespace: Namespace, label: str = "", told: str = ""
+    ) -> None:
+        """`told`: the trouble that people know of already."""
         self.path = path
         self.namespace = namespace
         self._hello = m.Hello(m.PROTOCOL_VERSION, "scheduler", session, label=label)
@@ -77,9 +80,11 @@ class SchedulerClient:
         self._sent: dict[int, Sequence[tuple[m.Operation, Hashable]]] = {}  # by request id
         self._granted: list[tuple[Hashable, Grant]] = []
         self._silent = False  # the last lookup got no answer: do not wait for another before something comes
-        self._lock = threading.Lock()  # guards _link and _known against the thread that reconnects
+        self._lock = threading.Lock()  # guards namespace, _link and _known against the thread that reconnects
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._keep_connected, name="kvcellar-scheduler", daemon=True)
+        self._thread = threading.Thread(
+            target=self._keep_connected, args=(told,), name="kvcellar-scheduler", daemon=True
+        )
         self._thread.start()
 
     # -- asking -----------------------------------------------------------------------------------------
@@ -127,6 +132,18 @@ class SchedulerClient:
     def abort(self, lease: int, first: int, stop: int) -> None:
         """No rank was told to write these chunks, and none will be."""
         self._queue.append((m.Abort(lease, first, stop), None))
+
+    def register(self, namespace: Namespace, timeout: float = 0.05) -> None:
+        """Work with this namespace from now on, in place of the other. Leases of the other stay good."""
+        with self._lock:
+            self.namespace = namespace
+        with contextlib.suppress(Unavailable):  # it is registered when there is a server again
+            link = self._current_link()
+            try:
+                link.call(m.Register(namespace), timeout)
+            except CellarError as error:
+                log.info("connection lost: %s", error)
+                self._drop(link)
 
     def forget(self, lease: int) -> None:
         """Every rank has answered for this lease."""
@@ -276,8 +293,9 @@ class SchedulerClient:
             if isinstance(op, m.Release | m.Abort) and op.lease >> LEASE_BITS == self._epoch
         ] + kept
 
-    def _keep_connected(self) -> None:
-        while keep_trying(self.path, self._connect, self._stopped):
+    def _keep_connected(self, told: str) -> None:
+        while keep_trying(self.path, self._connect, self._stopped, told=told):
+            told = ""
             self._watch()
 
     def _watch(self) -> None:
@@ -300,16 +318,21 @@ class SchedulerClient:
         with self._lock:
             known = tuple(self._known)
         link = Link.open(self.path, msgspec.structs.replace(self._hello, leases=known), _CONNECT_S)
-        try:
-            link.call(m.Register(self.namespace), _CONNECT_S)
-        except CellarError:
-            link.close()
-            raise
-        with self._lock:
-            if link.epoch != self._epoch:
-                self._epoch = link.epoch
-                self._known.clear()  # another server: it knows none of them
-            self._link = link
+        while True:
+            namespace = self.namespace
+            try:
+                link.call(m.Register(namespace), _CONNECT_S)
+            except CellarError:
+                link.close()
+                raise
+            with self._lock:
+                if self.namespace is not namespace:
+                    continue  # changed in this very moment
+                if link.epoch != self._epoch:
+                    self._epoch = link.epoch
+                    self._known.clear()  # another server: it knows none of them
+                self._link = link
+                return
 
 
 def _packed(keys: Sequence[ChunkKey]) -> bytes:

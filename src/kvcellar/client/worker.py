@@ -88,9 +88,12 @@ class WorkerClient:
 
     def register(self, namespace: Namespace) -> None:
         """Work with this namespace from now on. An engine that learns its identity late attaches early, so
-        that it has its share in the first lease, and registers when it knows.
+        that it has its share in the first lease, and registers when it knows. No copy may be under way.
         """
         with self._state:
+            if self.namespace is not None:
+                self._slabs = self._slabs.successor()  # racks are numbered by namespace
+                self._slabs.forget_earlier()
             self.namespace = namespace
             if self._epoch:
                 self._queue.append(m.Register(namespace))
@@ -171,7 +174,10 @@ class WorkerClient:
 
     def _run(self) -> None:
         links: list[Link] = []
-        while keep_trying(self.path, lambda: links.append(self._connect()), self._stopped):
+        # The scheduler side tells people of trouble, once for all ranks.
+        while keep_trying(
+            self.path, lambda: links.append(self._connect()), self._stopped, level=logging.INFO
+        ):
             link = links.pop()
             try:
                 while not self._stopped.is_set():
@@ -242,8 +248,9 @@ class WorkerClient:
         if isinstance(message, m.RackAdded):
             self._map(message.namespace, message.group, message.rack)
         elif isinstance(message, m.RackLeaving):
-            self._slabs.drop(message.group, message.rack)
             with self._state:
+                if self.namespace is not None and message.namespace == self.namespace.id:
+                    self._slabs.drop(message.group, message.rack)
                 self._outstanding += 1  # it is answered like everything else
             link.send((m.Unmapped(message.namespace, message.group, message.rack),), _SEND_S)
         elif isinstance(message, m.Reply):
@@ -261,19 +268,21 @@ class WorkerClient:
             self._map(registered.namespace, group, rack)
 
     def _map(self, namespace: bytes, group: int, rack: int) -> None:
-        if self.namespace is None or namespace != self.namespace.id or (group, rack) in self._slabs:
+        with self._state:
+            ours, slabs = self.namespace, self._slabs
+        if ours is None or namespace != ours.id or (group, rack) in slabs:
             return  # not, or not yet, ours: registering will name all that there are
         try:
-            slab = fetch_slab(self.path, self._hello.session, self.rank, self.namespace.id, group, rack)
+            slab = fetch_slab(self.path, self._hello.session, self.rank, ours.id, group, rack)
         except Rejected:
-            self._slabs.drop(group, rack)  # gone again already
+            slabs.drop(group, rack)  # gone again already
         except CellarError as error:
             # No reason to leave: a server that is going away lets us finish what we have. If it stays, we ask
             # again.
             log.debug("rack %d of group %d cannot be mapped yet: %s", rack, group, error)
-            self._slabs.missing.add((group, rack))
+            slabs.missing.add((group, rack))
         else:
-            self._slabs.add(group, rack, slab)
+            slabs.add(group, rack, slab)
 
     def _detach(self, link: Link) -> None:
         link.close()

@@ -90,8 +90,13 @@ class Ledger:
             if self.sessions.get(session.name) is session:  # not another of the same name, come since
                 del self.sessions[session.name]
 
-    def register(self, session: Session, namespace: Namespace) -> Room:
+    def register(self, session: Session, rank: int, namespace: Namespace) -> Room:
+        """The engine works with this namespace. Its scheduler knows of one at a time: after an update of the
+        weights the last one is nobody's, unless others use it too.
+        """
         room = self.open_room(namespace)
+        if rank == SCHEDULER:
+            session.namespaces.clear()
         session.namespaces.add(namespace.id)
         return room
 

@@ -92,7 +92,7 @@ class Operations:
         self._steward.check_fits(namespace)
         if namespace.id not in self._ledger.rooms:
             self._steward.close_rooms()
-        room = self._ledger.register(member.session, namespace)
+        room = self._ledger.register(member.session, member.rank, namespace)
         for group in range(len(namespace.groups)):
             self._steward.grow(room, group, 1)
         sizes = tuple(_slot_bytes(namespace, group) for group in range(len(namespace.groups)))

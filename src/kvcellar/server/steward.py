@@ -167,7 +167,9 @@ class Steward:
 
     async def _take_back(self, key: RackKey) -> None:
         assert self.members is not None
-        self.members.tell(key.namespace, RackLeaving(*key))
+        for member in self.members.mapping(key):  # also of engines that have gone on to another namespace
+            if member.link is not None:
+                member.link.send(RackLeaving(*key))
         self.released()
         with contextlib.suppress(TimeoutError):  # a stalled engine: its rack goes when it can, do without
             async with asyncio.timeout(_RETURN_S):

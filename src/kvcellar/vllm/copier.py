@@ -45,11 +45,12 @@ class Done:
 
 
 class Copier:
-    def __init__(self, client: WorkerClient, mover: Mover, *, writes: bool) -> None:
+    def __init__(self, client: WorkerClient, mover: Mover, done: Done, *, writes: bool) -> None:
+        """`done`: what an earlier one has not reported."""
         self._client = client
         self._mover = mover
         self._writes = writes
-        self._done = Done()
+        self._done = done
         self._loading = 0
         self._changed = threading.Condition()  # guards the two above
         self._loads: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()

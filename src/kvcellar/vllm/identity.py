@@ -27,6 +27,8 @@ from kvcellar.identity import BlockHash, Group, Layer, Namespace, ParallelStrate
 from kvcellar.vllm.compat import hash_block_tokens
 
 _LAYOUT_VERSION = 1
+# Any other may have KV that depends on more than the tokens before it.
+_DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 
 
 class Unsupported(BadRequest):
@@ -84,8 +86,12 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
                 raise Unsupported(
                     f"layer {name} has a {type(spec).__name__}, whose state cannot be restored yet"
                 )
-        if getattr(group, "is_eagle_group", False):
-            raise Unsupported("speculative decoding with a draft model's own KV is not supported yet")
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method not in _DRAFTS_WITHOUT_KV:
+        raise Unsupported(
+            f"speculative decoding by {speculative.method!r}, whose drafts have KV of their own, is not "
+            "supported yet"
+        )
     if config.parallel_config.pipeline_parallel_size > 1:
         raise Unsupported("pipeline parallelism is not supported yet")
     if getattr(config.parallel_config, "decode_context_parallel_size", 1) > 1:

@@ -29,13 +29,16 @@ def read_options(config: VllmConfig) -> Options:
             f"kv_connector_extra_config: unknown {unknown[0]!r}; known are {', '.join(sorted(_KNOWN))}"
         )
     timeout = extra.get("lookup_timeout_ms", 50)
-    if not isinstance(timeout, (int, float)) or not 1 <= timeout <= 10_000:
+    if type(timeout) not in (int, float) or not 1 <= timeout <= 10_000:
         raise ConfigError(f"lookup_timeout_ms: got {timeout!r}, expected milliseconds from 1 to 10000")
     staging = extra.get("staging_mib", 64)
     if not isinstance(staging, int) or not 4 <= staging <= 4096:
         raise ConfigError(f"staging_mib: got {staging!r}, expected a whole number from 4 to 4096")
     if not isinstance(extra.get("require", False), bool):
         raise ConfigError(f"require: got {extra['require']!r}, expected true or false")
+    for name in ("socket", "tenant"):
+        if not isinstance(extra.get(name, ""), str):
+            raise ConfigError(f"{name}: got {extra[name]!r}, expected text")
     if transfer.kv_role != "kv_both":
         raise ConfigError(f"kv_role: got {transfer.kv_role!r}, expected 'kv_both'")
     return Options(
@@ -43,6 +46,6 @@ def read_options(config: VllmConfig) -> Options:
         session=f"vllm-{transfer.engine_id}",
         require=extra.get("require", False),
         lookup_timeout=timeout / 1000,
-        tenant=str(extra.get("tenant", "")),
+        tenant=extra.get("tenant", ""),
         staging_bytes=staging << 20,
     )

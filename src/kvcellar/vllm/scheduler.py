@@ -19,8 +19,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvcellar.client import AdminClient, Grant, SchedulerClient
-from kvcellar.errors import BadRequest, CellarError
-from kvcellar.identity import SKIP, block_range, plan_load
+from kvcellar.errors import BadRequest, CellarError, StartupError
+from kvcellar.identity import SKIP, Namespace, block_range, plan_load
 from kvcellar.slab import NO_PLACE
 from kvcellar.vllm.adapters import Adapters
 from kvcellar.vllm.compat import derive_hash_seed, hash_block_tokens, warn_if_untested
@@ -48,6 +48,7 @@ class SchedulerSide:
         self._options = options
         self._layouts: dict[str, str] = {}
         self._problem = ""  # why there is no cache for this engine
+        self._told = ""  # why there is none for now
         self._generation = 0
         self._client: SchedulerClient | None = None
         self._requests: dict[str, Tracked] = {}
@@ -70,12 +71,13 @@ class SchedulerSide:
                 admin.ping()
         except CellarError as error:
             if self._options.require:
-                raise
+                raise StartupError(f"KVCellar is required, and {error}") from None
+            self._told = str(error)
             log.warning("KVCellar: no cache for now, computing everything: %s", error)
 
     def _disable(self, reason: str) -> None:
         if self._options.require:
-            raise BadRequest(reason)
+            raise StartupError(f"KVCellar is required, and {reason}")
         self._problem = reason
         log.warning("KVCellar: no cache for this engine: %s", reason)
 
@@ -96,16 +98,21 @@ class SchedulerSide:
         """
         if self._client is None and not self._problem:
             try:
-                namespace = make_namespace(
-                    self._config, self._kv_cache_config, self._layouts, self._generation, self._options.tenant
-                )
+                namespace = self._make_namespace()
             except BadRequest as error:
                 self._disable(str(error))
                 return None
             label = f"vLLM {self._config.model_config.model}"
-            self._client = SchedulerClient(self._options.socket, self._options.session, namespace, label)
+            self._client = SchedulerClient(
+                self._options.socket, self._options.session, namespace, label, self._told
+            )
             self._client.wait_connected(self._options.lookup_timeout)
         return self._client
+
+    def _make_namespace(self) -> Namespace:
+        return make_namespace(
+            self._config, self._kv_cache_config, self._layouts, self._generation, self._options.tenant
+        )
 
     # -- offering ---------------------------------------------------------------------------------------
 
@@ -253,8 +260,10 @@ class SchedulerSide:
         for tracked in self._requests.values():
             self._give_back(tracked)
             tracked.planned = 0
-        self.close()
-        self._client = None
+            if tracked.loading or tracked.request.num_computed_tokens:
+                tracked.mixed_at = tracked.request.num_preemptions
+        if self._client is not None:
+            self._client.register(self._make_namespace(), self._options.lookup_timeout)
 
     def close(self) -> None:
         if self._client is not None:

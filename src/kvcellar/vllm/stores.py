@@ -69,6 +69,8 @@ class Stores:
 
     def plan(self, client: SchedulerClient, tracked: Tracked, scheduled: int) -> None:
         """Hold, and ask places for, the chunks that will have been computed when this step is over."""
+        if tracked.is_mixed:
+            return
         namespace = client.namespace
         done = (tracked.request.num_computed_tokens + scheduled) // namespace.chunk_tokens
         stop = min(done, tracked.hashed_chunks())

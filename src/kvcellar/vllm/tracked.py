@@ -26,6 +26,7 @@ class Tracked:
         # vLLM's own lists, which it keeps up to date: by group, the blocks the request has.
         self.blocks: Sequence[Sequence[Any]] = ()
         self._patience = _TRIES
+        self.mixed_at = -1  # number of preemptions when the weights changed under its KV
         self._hashes_per_chunk = hashes_per_chunk
         self._adapter = adapter  # digest of a LoRA adapter; None: it has none, so no chunk has a key
 
@@ -34,6 +35,11 @@ class Tracked:
         if self._patience:
             self._patience -= 1
             self.planned = min(self.planned, chunk)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Its KV was made by two generations of weights, or may be; until it is computed from the start."""
+        return bool(self.mixed_at == self.request.num_preemptions)
 
     def hashed_chunks(self) -> int:
         """Chunks whose last block vLLM has hashed; brings the keys up to date.

@@ -110,16 +110,16 @@ class WorkerSide:
 
     def _use(self, encoded: bytes) -> None:
         """The engine's namespace is known, or another one: after an update of the weights."""
-        if self._copier is not None:
-            self.close()
-            self._client = self._attach()
         assert self._client is not None
+        left = Done()
+        if self._copier is not None:
+            self._copier.close()
+            left = self._copier.take()  # vLLM waits for every answer
         self._namespace = encoded
         namespace = decode_namespace(encoded)
         self._client.register(namespace)
-        self._copier = Copier(
-            self._client, self._make_mover(namespace), writes=namespace.parallel.is_writer(self._rank)
-        )
+        writes = namespace.parallel.is_writer(self._rank)
+        self._copier = Copier(self._client, self._make_mover(namespace), left, writes=writes)
 
     def _make_mover(self, namespace: Namespace) -> Mover:
         shard = namespace.parallel.kv_worker_id(self._rank)

@@ -81,7 +81,7 @@ class Ping(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """Open a namespace for the engine -> Registered."""
+    """Open a namespace for the engine; from a scheduler: in place of any other -> Registered."""
 
     namespace: Namespace
 
