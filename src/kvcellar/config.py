@@ -144,6 +144,11 @@ def load_settings(flags: Mapping[str, str | None], config_file: str | None = Non
     return Settings(**values)
 
 
+def environment(name: str) -> str | None:
+    """A variable that a setting names, such as the one that holds a password."""
+    return os.environ.get(name)
+
+
 def default_socket() -> Path:
     """Where a client looks when it is told nothing."""
     return load_settings({}).socket_path

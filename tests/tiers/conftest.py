@@ -1,0 +1,51 @@
+"""Real storage engines, started once for all tests that can share them, and memory for values."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.memory import Arena
+from tools import backends
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="session")
+def needs_backends() -> None:
+    if reason := backends.missing():
+        pytest.skip(reason)
+    backends.install()
+
+
+@pytest.fixture
+def arena() -> Arena:
+    return Arena(192 * MIB)
+
+
+@pytest.fixture(scope="session")
+def valkey(needs_backends: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[backends.Valkey]:
+    with backends.Valkey(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture
+def start_valkey(needs_backends: None, tmp_path: Path) -> Iterator[Callable[..., backends.Valkey]]:
+    """One that the test may break: start_valkey("--requirepass", "x")."""
+    made: list[backends.Valkey] = []
+
+    def start(*arguments: str) -> backends.Valkey:
+        made.append(backends.Valkey(tmp_path / f"valkey{len(made)}", *arguments))
+        return made[-1].start()
+
+    yield start
+    for server in made:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    needs_backends: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[backends.ValkeyCluster]:
+    with backends.ValkeyCluster(tmp_path_factory.mktemp("cluster")) as servers:
+        yield servers
