@@ -9,14 +9,10 @@ wherever it lies.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from kvcellar.errors import CellarError
+from kvcellar.errors import EngineError
 from kvcellar.identity import ChunkKey, NamespaceId
 
-
-class EngineError(CellarError):
-    """The engine cannot do it now; the message says why, without credentials."""
-
-    code = "tier"
+__all__ = ["Buffer", "Engine", "EngineError", "Usage", "object_name"]
 
 
 class Buffer(NamedTuple):
@@ -29,6 +25,15 @@ class Buffer(NamedTuple):
     @property
     def payload(self) -> memoryview:
         return self.slot[: self.size]
+
+
+class Usage(NamedTuple):
+    """What an engine knows of itself; it may have a method `usage` that says so, quickly and without I/O."""
+
+    objects: int
+    used_bytes: int
+    capacity_bytes: int
+    scanning: bool = False  # what an earlier server left is still being found: unknown is a miss
 
 
 class Engine(Protocol):
