@@ -1,14 +1,12 @@
-"""Real storage engines, started once for all tests that can share them, and memory for values."""
+"""Real storage engines, started once for all tests that can share them."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.tiers.memory import Arena
+from kvcellar.tiers.redis import RedisEngine, open_redis
 from tools import backends
-
-MIB = 1 << 20
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +17,17 @@ def needs_backends() -> None:
 
 
 @pytest.fixture
-def arena() -> Arena:
-    return Arena(192 * MIB)
+def opened() -> Iterator[Callable[..., RedisEngine]]:
+    """opened(url, ttl="5"): closed at the end."""
+    made: list[RedisEngine] = []
+
+    def open_one(url: str, **options: str) -> RedisEngine:
+        made.append(open_redis(url, options))
+        return made[-1]
+
+    yield open_one
+    for engine in made:
+        engine.close()
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,9 @@ class Gate:
         self._cut_after: int | None = None
         self.port: int = self._listener.getsockname()[1]
         self.connections = 0
+        self.requests = 0  # pieces that came from clients
+        self._open = threading.Event()
+        self._open.set()
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._run(self._accept)
@@ -22,10 +25,18 @@ class Gate:
         """The next connection that has passed so many bytes to the client is closed; once."""
         self._cut_after = count
 
+    def hold(self) -> None:
+        """Replies wait here until release()."""
+        self._open.clear()
+
+    def release(self) -> None:
+        self._open.set()
+
     def __enter__(self) -> "Gate":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.release()
         for one in (self._listener, *self._sockets):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -62,6 +73,10 @@ class Gate:
     def _pass(self, source: socket.socket, target: socket.socket, is_reply: bool) -> None:
         with contextlib.suppress(OSError, ValueError):
             while data := source.recv(65536):
+                if is_reply:
+                    self._open.wait()
+                else:
+                    self.requests += 1
                 if is_reply and self._cut_after is not None:
                     self._cut_after -= len(data)
                     if self._cut_after < 0:

@@ -18,7 +18,7 @@ from redis.credentials import CredentialProvider
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
-from kvcellar.tiers.engine import EngineError
+from kvcellar.errors import EngineError
 from kvcellar.tiers.redis_wire import Redirect, ReplyError, Wire, WireError
 from kvcellar.tiers.remote import Address, Secret
 
@@ -53,6 +53,7 @@ class Node:
             **settings,
             **(tls or {}),
         )
+        self._suspicion = "is it overloaded or stopped" + ("?" if tls is None else ", or without TLS?")
         self.failed_at = float("-inf")
 
     @contextmanager
@@ -84,9 +85,7 @@ class Node:
             raise
         except (TimeoutError, redis.TimeoutError):
             self.failed_at = time.monotonic()
-            raise EngineError(
-                f"{self.address} did not answer in time; is it overloaded or stopped?"
-            ) from None
+            raise EngineError(f"{self.address} did not answer in time; {self._suspicion}") from None
         except (redis.RedisError, ReplyError, WireError, OSError, ValueError) as error:
             raise EngineError(f"{self.address}: {explain(str(error))}") from None
 
@@ -108,6 +107,7 @@ class Nodes:
         self._lock = threading.Lock()
         self._is_old = True
         self._fetched_at = float("-inf")
+        self._is_closed = False
         self.is_cluster = is_cluster
         if not is_cluster:
             self._slots, self._is_old = [seeds[0]], False
@@ -123,6 +123,8 @@ class Nodes:
 
     def at(self, address: Address) -> Node:
         with self._lock:
+            if self._is_closed:
+                raise EngineError("closed")
             if address not in self._nodes:
                 self._nodes[address] = self._make_node(address)
             return self._nodes[address]
@@ -147,6 +149,7 @@ class Nodes:
 
     def close(self) -> None:
         with self._lock:
+            self._is_closed = True
             nodes, self._nodes = list(self._nodes.values()), {}
         for node in nodes:
             node.close()
