@@ -238,7 +238,7 @@ class SeaweedFS(Backend):
 
     def command(self, data: Path) -> list[str]:
         credentials = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
-        actions = ["Admin", "Read", "Write", "List", "Tagging"]
+        actions = ["Read", "Write", "List", "Tagging"]
         identity = {"name": "test", "credentials": credentials, "actions": actions}
         (data / "s3.json").write_text(json.dumps({"identities": [identity]}))
         names = ["master.port", "volume.port", "master.port.grpc", "volume.port.grpc"]

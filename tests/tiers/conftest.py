@@ -56,3 +56,9 @@ def cluster(
 ) -> Iterator[backends.ValkeyCluster]:
     with backends.ValkeyCluster(tmp_path_factory.mktemp("cluster")) as servers:
         yield servers
+
+
+@pytest.fixture(scope="session")
+def seaweedfs(needs_backends: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[backends.SeaweedFS]:
+    with backends.SeaweedFS(tmp_path_factory.mktemp("seaweedfs")) as server:
+        yield server

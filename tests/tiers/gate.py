@@ -37,11 +37,13 @@ class Gate:
 
     def __exit__(self, *_: object) -> None:
         self.release()
-        for one in (self._listener, *self._sockets):
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads.pop(0).join()  # nobody comes in any more
+        for one in list(self._sockets):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
         while self._threads:
-            self._threads.pop().join()
+            self._threads.pop(0).join()
         for one in (self._listener, *self._sockets):
             one.close()
 
