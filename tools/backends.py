@@ -132,7 +132,11 @@ class Backend:
         os.kill(self.process.pid, number)
 
     def pause(self) -> None:
+        """Returns when every thread has stopped."""
         self.signal(signal.SIGSTOP)
+        assert self.process is not None
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        wait_until(lambda: all(_state(task) in "TXZ" for task in tasks.iterdir()), "the pause")
 
     def resume(self) -> None:
         self.signal(signal.SIGCONT)
@@ -148,6 +152,13 @@ class Backend:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+def _state(task: Path) -> str:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"  # a thread that has ended
 
 
 class Valkey(Backend):
@@ -324,6 +335,7 @@ class MooncakeSegment(Backend):
 class Mooncake:
     """A master and two segments. Everything that uses it runs inside the same private_network()."""
 
+    metrics = f"127.0.0.1:{MooncakeMaster.PORT + 1}"
     url = f"mooncake://127.0.0.1:{MooncakeMaster.PORT}"
 
     def __init__(self, home: Path, segment_bytes: int = 512 << 20) -> None:

@@ -11,7 +11,9 @@ say() { echo "backends: $*" >&2; }
 
 # Mooncake links these even where there is no RDMA.
 libraries() {
-    ldconfig -p | grep -q libibverbs.so.1 && ldconfig -p | grep -q libnuma.so.1 && return
+    local known
+    known=$(ldconfig -p)
+    [[ $known == *libibverbs.so.1* && $known == *libnuma.so.1* ]] && return
     say "libibverbs1 and libnuma1, for Mooncake"
     [ "$(id -u)" = 0 ] || { say "missing, and only root can install them: apt-get install libibverbs1 libnuma1"; return; }
     { apt-get install -y --no-install-recommends libibverbs1 libnuma1 \
