@@ -1,4 +1,4 @@
-"""Real storage engines, started once for all tests that can share them."""
+"""Real storage engines, started once for all tests that can share them; servers as tests/server has them."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from kvcellar.tiers.redis import RedisEngine, open_redis
+from tests.server.conftest import engine, server, stopped_server
 from tools import backends
+
+__all__ = ["engine", "server", "stopped_server"]
 
 
 @pytest.fixture(scope="session")

@@ -136,6 +136,17 @@ def test_calls_at_once_share_the_time(clock):
     assert meter.rate == pytest.approx(40_000)
 
 
+def test_a_rate_grows_old(clock):
+    meter = Meter(clock)
+    meter.begin()
+    clock.now += 0.1
+    meter.end(1000)
+    assert meter.fresh_rate == meter.rate
+    clock.now += 61
+    assert meter.fresh_rate == 0
+    assert meter.rate > 0
+
+
 def test_old_measurements_fade(clock):
     meter = Meter(clock)
     for speed in (1000, 10):

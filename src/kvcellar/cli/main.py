@@ -52,6 +52,9 @@ def serve(
     allow_uids: Annotated[Text, _flag("allow_uids")] = None,
     drain_seconds: Annotated[Text, _flag("drain_seconds")] = None,
     grace_seconds: Annotated[Text, _flag("grace_seconds")] = None,
+    disk: Annotated[Text, _flag("disk")] = None,
+    disk_size: Annotated[Text, _flag("disk_size")] = None,
+    tier: Annotated[list[str] | None, _flag("tier")] = None,
     log_level: Annotated[Text, _flag("log_level")] = None,
     config: Config = None,
 ) -> None:
@@ -59,7 +62,8 @@ def serve(
 
     Every flag can also be given as KVCELLAR_<FLAG> or in a TOML file (--config); flags win, then variables.
     """
-    flags = {key: value for key, value in locals().items() if key != "config"}
+    flags = {key: value for key, value in locals().items() if key not in ("config", "tier")}
+    flags["tier"] = " ".join(tier) if tier else None
     settings = load_settings(flags, config)
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
 

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import unquote
 
 from kvcellar.config import parse_bytes
 from kvcellar.errors import ConfigError, Corrupt, StartupError
@@ -43,6 +44,7 @@ class SizeClass:
         self.free: list[Place] = []
         self.crates: set[int] = set()
         self.file_bytes = 0
+        self.growing = False  # a thread is making a crate
         self.used_at = 0  # what had been written in all when it was used last
 
 
@@ -58,7 +60,7 @@ class DiskEngine:
             self._folder.close()
             raise
         self._clock = clock
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Condition()  # guards all below; told of when a crate was made
         self._index: dict[bytes, Stripe] = {}
         self._classes: dict[int, SizeClass] = {}
         self._crates: dict[int, Crate] = {}
@@ -159,15 +161,19 @@ class DiskEngine:
 
     def _take(self, slot_bytes: int) -> Place:
         """A slot to write in: a free one, else a new crate's, else by eviction. Counted as in use."""
-        for _ in range(8):  # others may take what we made
+        for _ in range(16):  # others may take what we made
             with self._lock:
                 self._check_open()
                 sizes = self._classes.setdefault(slot_bytes, SizeClass(slot_bytes, SecondChance()))
+                if sizes.growing and not sizes.free:
+                    self._lock.wait(1.0)
                 sizes.used_at = self._written
                 if sizes.free or self._make_free(sizes):
                     place = sizes.free.pop()
                     self._users[rack_of(place)] += 1
                     return place
+                if sizes.growing:
+                    continue
                 planned = self._plan(sizes)
                 given_up = None if planned else self._give_up_crate(sizes)
                 if not planned and given_up is None:
@@ -252,6 +258,7 @@ class DiskEngine:
         number = next(n for n in range(MAX_RACKS) if n not in self._crates and n not in self._folder.planned)
         self._folder.planned.add(number)
         self._used += shape.file_bytes
+        sizes.growing = True
         return number, shape
 
     def _grow(self, sizes: SizeClass, number: int, shape: CrateShape) -> None:
@@ -260,7 +267,7 @@ class DiskEngine:
             crate = Crate.create(self._folder.path, number, shape)
         except OSError as error:
             with self._lock:
-                self._folder.planned.discard(number)
+                self._grown(sizes, number)
                 self._used -= shape.file_bytes
                 self._retry_at = self._clock() + _RETRY_S
                 self._folder.refusal = error.strerror or str(error)
@@ -270,9 +277,14 @@ class DiskEngine:
                 raise self._trouble(error) from None
             return
         with self._lock:
-            self._folder.planned.discard(number)
+            self._grown(sizes, number)
             self._add(crate)
             sizes.free.extend(place_of(number, slot) for slot in reversed(range(shape.slots)))
+
+    def _grown(self, sizes: SizeClass, number: int) -> None:
+        self._folder.planned.discard(number)
+        sizes.growing = False
+        self._lock.notify_all()
 
     def _add(self, crate: Crate) -> None:
         shape = crate.shape
@@ -290,7 +302,7 @@ class DiskEngine:
         for other in sorted(holders, key=lambda one: one.used_at):
             cold = self._written - other.used_at > other.file_bytes
             over = other.file_bytes > share and sizes.file_bytes < share // 2
-            if other is sizes or not (cold or over) or self._scanning:
+            if other is sizes or other.growing or not (cold or over) or self._scanning:
                 continue
             for number in sorted(other.crates, reverse=True):
                 if not self._users[number]:
@@ -389,7 +401,7 @@ class DiskEngine:
 
 def open_disk(url: str, options: Mapping[str, str]) -> DiskEngine:
     """disk:///path?size=200GiB"""
-    path = url.removeprefix("disk://")
+    path = unquote(url.removeprefix("disk://"))
     if not path.startswith("/"):
         raise ConfigError(f"{url}: expected disk:///PATH, with three slashes")
     if unknown := set(options) - {"size"}:

@@ -4,26 +4,30 @@ For tests, and to read before writing another. Nothing is shared and nothing sur
 """
 
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
+from kvcellar.errors import ConfigError
 from kvcellar.tiers.engine import Buffer, EngineError, Usage
 
 
 class MemoryEngine:
-    def __init__(self) -> None:
+    def __init__(self, delay: float = 0.0) -> None:
+        """`delay`: seconds that every call takes, to see what a slow tier does to others."""
+        self._delay = delay
         self._values: dict[str, tuple[bytes, bytes]] = {}  # header, payload
         self._lock = threading.Lock()
         self._closed = False
 
     def write(self, name: str, source: Buffer) -> None:
         value = bytes(source.header), bytes(source.payload)
+        self._check_open()
         with self._lock:
-            self._check_open()
             self._values[name] = value
 
     def read(self, name: str, target: Buffer) -> bool:
+        self._check_open()
         with self._lock:
-            self._check_open()
             found = self._values.get(name)
         if found is None or len(found[1]) != target.size:
             return False
@@ -31,19 +35,19 @@ class MemoryEngine:
         return True
 
     def exist(self, names: Sequence[str]) -> list[bool]:
+        self._check_open()
         with self._lock:
-            self._check_open()
             return [name in self._values for name in names]
 
     def delete(self, names: Sequence[str]) -> None:
+        self._check_open()
         with self._lock:
-            self._check_open()
             for name in names:
                 self._values.pop(name, None)
 
     def list(self) -> Iterator[tuple[str, int]]:
+        self._check_open()
         with self._lock:
-            self._check_open()
             found = [(name, len(header) + len(payload)) for name, (header, payload) in self._values.items()]
         return iter(found)
 
@@ -58,9 +62,15 @@ class MemoryEngine:
             self._values.clear()
 
     def _check_open(self) -> None:
+        if self._delay:
+            time.sleep(self._delay)
         if self._closed:
             raise EngineError("closed")
 
 
-def open_memory(_url: str, _options: Mapping[str, str]) -> MemoryEngine:
-    return MemoryEngine()
+def open_memory(url: str, options: Mapping[str, str]) -> MemoryEngine:
+    """memory://?delay=SECONDS"""
+    try:
+        return MemoryEngine(float(options.get("delay", 0)))
+    except ValueError:
+        raise ConfigError(f"{url}: delay: got {options['delay']!r}, expected seconds") from None

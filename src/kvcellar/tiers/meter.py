@@ -7,6 +7,7 @@ busy time, where old measurements fade. Pure: the clock is passed in.
 from collections.abc import Callable
 
 _WINDOW_S = 1.0  # busy time after which what was measured counts half
+_FRESH_S = 60.0  # what is older says nothing of now
 
 
 class Meter:
@@ -37,6 +38,11 @@ class Meter:
     def rate(self) -> float:
         """Bytes per second; 0 while nothing has been measured."""
         return self._recent_bytes / self._recent_s if self._recent_s and self._recent_bytes else 0.0
+
+    @property
+    def fresh_rate(self) -> float:
+        """The same, but 0 if that was a while ago: a tier that was slow once deserves another trial."""
+        return self.rate if self._clock() - self._since < _FRESH_S else 0.0
 
     def _tick(self) -> None:
         now = self._clock()

@@ -112,13 +112,18 @@ class Tier:
     def can_write(self) -> bool:
         return not self._closed and self._writable.may_pass
 
+    @property
+    def expected_rate(self) -> float:
+        """Bytes per second that reading will reach: as measured, else as writing did; 0 if nobody knows."""
+        return self.stats.reads.fresh_rate or self.stats.writes.fresh_rate
+
     def exist(self, names: Sequence[str], give_up: float | None = None) -> asyncio.Future[list[bool]]:
         """Which of them are there. All False when in doubt."""
         nothing = [False] * len(names)
         asked_at = self._clock()
 
         def answered(future: asyncio.Future[list[bool]]) -> None:
-            if future.result():
+            if not future.cancelled() and future.result():
                 self.stats.asked(self._clock() - asked_at)
 
         call = _Call(self._readable, lambda engine: engine.exist(names), nothing, give_up)
@@ -146,7 +151,7 @@ class Tier:
             return found == "hits"
 
         def answered(future: asyncio.Future[bool]) -> None:
-            self.stats.reads.end(target.size if future.result() else 0)
+            self.stats.reads.end(target.size if _is_good(future) else 0)
             self.stats.counts[found] += found != "nothing"
 
         self.stats.reads.begin()
@@ -162,7 +167,7 @@ class Tier:
             return True
 
         def answered(future: asyncio.Future[bool]) -> None:
-            self.stats.writes.end(source.size if future.result() else 0)
+            self.stats.writes.end(source.size if _is_good(future) else 0)
 
         self.stats.writes.begin()
         future = self._ask(_Call(self._writable, work, failed=False, give_up=None), urgent=False)
@@ -296,3 +301,7 @@ class Tier:
                 self._fail(call.breaker, f"no answer within {self._overdue_s:g} s", at_once=True)
         busy = bool(running or self._crew.backlog)
         self._watch = asyncio.get_running_loop().call_later(_WATCH_S, self._look_after) if busy else None
+
+
+def _is_good(future: asyncio.Future[bool]) -> bool:
+    return not future.cancelled() and future.result()
