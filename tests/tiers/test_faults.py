@@ -57,6 +57,20 @@ def test_a_hanging_tier_delays_nobody_and_comes_back(gate, stopped_server, engin
     check(one, grant)
 
 
+def test_a_tier_that_stalls_while_it_reads_holds_nobody_past_its_deadline(gate, stopped_server, engine):
+    server = stopped_server.start()
+    one = engine()
+    one.store(20)
+    eventually(lambda: not tier(server).queued)
+    forget(server)
+    (gate / "stall").touch()
+    grants = [one.scheduler.lookup(keys(20), 5.0, 0.2) for _ in range(3)]
+    assert [one.wait_for(grant).lease for grant in grants] == [0, 0, 0]
+    (gate / "stall").unlink()
+    eventually(lambda: one.hit(1) == 1, 30)  # what was read after all is kept
+    check(one, one.bring(20))
+
+
 def test_a_server_with_a_hanging_tier_stops_in_time(gate, stopped_server, engine):
     server = stopped_server.start()
     one = engine()
