@@ -1,6 +1,7 @@
 """The disk engine with a gate, as a package of its own: `gated:///PATH`. What it does is decided by files.
 
 PATH/hang     while it exists, no call returns
+PATH/stall    the same for reads alone
 PATH/fail     every call fails, with the file's text as the reason
 PATH/slow     reads and writes take their bytes over the number in it, in seconds
 """
@@ -32,6 +33,8 @@ class GatedEngine(DiskEngine):
         super().write(name, source)
 
     def read(self, name: str, target: Buffer) -> bool:
+        while (self._gate / "stall").exists():
+            time.sleep(0.005)
         self._pass(target.size)
         return super().read(name, target)
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,32 @@ def test_what_is_read_again_outlives_what_is_not(tmp_path):
         engine.write(name_of(number), buffer(5000, seed=number))
         assert engine.read(name_of(0), buffer(5000))
     assert readable(engine, 2) == [0]
+    engine.close()
+
+
+def test_a_slot_that_is_being_read_is_not_overwritten(tmp_path):
+    engine = DiskEngine(tmp_path, 2 * MIB)
+    engine.write(name_of(0), buffer(5000, seed=0))
+    crate = engine._crates[0]
+    begun, go_on = threading.Event(), threading.Event()
+    really_read = crate.read
+
+    def slow_read(slot, target):
+        begun.set()
+        assert go_on.wait(30)
+        return really_read(slot, target)
+
+    crate.read = slow_read  # type: ignore[method-assign]
+    read, results = buffer(5000), []
+    reader = threading.Thread(target=lambda: results.append(engine.read(name_of(0), read)))
+    reader.start()
+    assert begun.wait(30)
+    for number in range(1, 600):  # more than twice what fits
+        engine.write(name_of(number), buffer(5000, seed=number))
+    go_on.set()
+    reader.join(30)
+    assert results == [True]
+    assert same(read, buffer(5000, seed=0))
     engine.close()
 
 

@@ -57,6 +57,20 @@ def test_a_hanging_tier_delays_nobody_and_comes_back(gate, stopped_server, engin
     check(one, grant)
 
 
+def test_a_tier_that_stalls_while_it_reads_holds_nobody_past_its_deadline(gate, stopped_server, engine):
+    server = stopped_server.start()
+    one = engine()
+    one.store(20)
+    eventually(lambda: not tier(server).queued)
+    forget(server)
+    (gate / "stall").touch()
+    grants = [one.scheduler.lookup(keys(20), 5.0, 0.2) for _ in range(3)]
+    assert [one.wait_for(grant).lease for grant in grants] == [0, 0, 0]
+    (gate / "stall").unlink()
+    eventually(lambda: one.hit(1) == 1, 30)  # what was read after all is kept
+    check(one, one.bring(20))
+
+
 def test_a_server_with_a_hanging_tier_stops_in_time(gate, stopped_server, engine):
     server = stopped_server.start()
     one = engine()
@@ -83,12 +97,32 @@ def test_a_read_that_hangs_keeps_its_place_until_it_ends(gate, stopped_server, e
         one.store(100, seed)
     [group] = server.status().namespaces[0].groups
     assert group.stripes == group.slots - group.free
+    counted = ("hits", "misses", "corrupt", "skipped")
+    eventually(lambda: sum(tier(server).counts.get(name, 0) for name in counted) >= 4)
     for seed in range(100, 108):
         grant = one.lookup(100, seed)
         if grant.lease:
             assert one.read(grant, 0, seed) == []
             one.release(grant)
     (gate / "slow").unlink()
+
+
+def test_what_is_being_written_back_is_not_given_away(gate, stopped_server, engine):
+    """A slow tier reads from the slot all the while; what it ends up with must be what was committed."""
+    server = stopped_server.start(memory="1MiB")
+    one = engine()
+    (gate / "slow").write_text("10000")  # 0.4 s an object
+    one.store(6)
+    for seed in range(100, 108):  # many times what memory holds, while the first are being written
+        one.store(100, seed)
+    (gate / "slow").unlink()
+    eventually(lambda: not tier(server).queued, 60)
+    assert tier(server).written_bytes > 0
+    for seed in (0, *range(100, 108)):
+        grant = one.bring(100, seed)
+        if grant.lease:
+            check(one, grant, seed)
+    assert tier(server).counts.get("corrupt", 0) == 0
 
 
 # -- a tier that fails ---------------------------------------------------------------------------------------

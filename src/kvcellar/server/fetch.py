@@ -5,6 +5,7 @@ was read and checked, and free again when one was not. Kept or temporary is deci
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ from kvcellar.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from kvcellar.server.prefetch import Wait
+
+log = logging.getLogger(__name__)
 
 # How many keys are remembered that were brought up for one use only.
 _REMEMBERED = 1 << 16
@@ -98,8 +101,14 @@ class Fetches:
     async def _run(
         self, fetch: Fetch, at: tuple[bytes, int, ChunkKey], sources: list[Tier], give_up: float
     ) -> None:
-        stripe = await self._take(fetch, give_up)
-        source = await self._read(fetch, stripe, sources, give_up) if stripe is not None else None
+        stripe = source = None
+        try:
+            stripe = await self._take(fetch, give_up)
+            if stripe is not None:
+                source = await self._read(fetch, stripe, sources, give_up)
+        except OSError as error:  # a slab that cannot be mapped: nobody has begun to write to it
+            log.warning("cannot bring up an object: %s", error)
+        # Not in a `finally`: when the server ends, a thread may still be writing to the place.
         del self._running[at]
         if stripe is not None:
             self._settle(fetch, stripe, source)

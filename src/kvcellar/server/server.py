@@ -97,7 +97,9 @@ class Server:
         if self._tiers is not None:
             self._tiers.close()
         await self._steward.close()
-        self._arena.close()
+        if self._tiers is None or self._tiers.is_idle:
+            self._arena.close()
+        # Else a call that hangs may still write to a slab: the lock goes when the process is really gone.
         log.info("stopped; %d MiB stay in %s for the next server", self._arena.used >> 20, self._arena.folder)
 
     def stop(self) -> None:

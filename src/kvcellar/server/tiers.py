@@ -46,6 +46,10 @@ class Tiers:
         for tier in self._tiers:
             tier.close()
 
+    @property
+    def is_idle(self) -> bool:
+        return all(tier.is_idle for tier in self._tiers)
+
     def reports(self) -> list[TierReport]:
         return [_report(outbox) for outbox in self._writeback.outboxes]
 

@@ -93,7 +93,11 @@ class WriteBack:
         if not (stripe.indexed and stripe.ready):
             outbox.dropped["evicted"] += 1
             return
-        objects = self._objects.of_stripe(goods, group, stripe.key, stripe.place)
+        try:
+            objects = self._objects.of_stripe(goods, group, stripe.key, stripe.place)
+        except OSError:  # the slab cannot be mapped
+            outbox.dropped["failed"] += 1
+            return
         if not all(one.seal.is_labelled(one.buffer, stripe.key) for one in objects):
             outbox.dropped["unlabelled"] += 1  # an engine that commits what it has not written
             return

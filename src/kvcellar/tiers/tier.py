@@ -199,13 +199,18 @@ class Tier:
         tell = getattr(self._engine, "usage", None)
         return tell() if tell is not None else Usage(0, 0, 0)
 
+    @property
+    def is_idle(self) -> bool:
+        """No thread has a buffer in its hands."""
+        return not self._running and not self._crew.backlog
+
     def close(self) -> None:
         """No more questions. Waits for nobody: what hangs goes with the process."""
         self._closed = True
         self._crew.close()
         if self._watch is not None:
             self._watch.cancel()
-        if self._engine is not None and not self._running and not self._crew.backlog:
+        if self._engine is not None and self.is_idle:
             with contextlib.suppress(EngineError):
                 self._engine.close()
 
