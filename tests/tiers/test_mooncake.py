@@ -15,6 +15,8 @@ from tests.tiers.conformance import MIB, buffer, name_of, same
 from tests.tiers.remote import NAME, RemoteConformance, answers, every_call, round_trip
 from tools import backends
 
+LATE = name_of(4)
+
 
 @pytest.fixture(scope="module")
 def mooncake(needs_backends: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[backends.Mooncake]:
@@ -115,13 +117,13 @@ def test_a_paused_master_is_an_error_in_time_and_heals(mooncake, engine):
 
 
 def test_paused_segments_are_an_error_in_time_and_nothing_arrives_late(mooncake, engine):
-    assert round_trip(engine, 9 * MIB)
+    assert round_trip(engine, 9 * MIB, LATE)
     target = buffer(9 * MIB)
     for segment in mooncake.segments:
         segment.pause()
     try:
         with pytest.raises(EngineError, match="the host that lends this memory did not answer"):
-            engine.read(NAME, target)
+            engine.read(LATE, target)
     finally:
         for segment in mooncake.segments:
             segment.resume()
@@ -132,7 +134,7 @@ def test_paused_segments_are_an_error_in_time_and_nothing_arrives_late(mooncake,
 
 def _reads(engine: MooncakeEngine) -> bool:
     try:
-        return engine.read(NAME, buffer(9 * MIB))
+        return engine.read(LATE, buffer(9 * MIB))
     except EngineError:
         return False
 
@@ -157,7 +159,7 @@ def test_a_full_store_makes_room(mooncake, engine):
 
 
 def test_a_killed_master_is_an_error_and_restarted_empty_is_a_miss(mooncake, engine):
-    assert round_trip(engine, 9 * MIB)
+    assert round_trip(engine, 9 * MIB, name_of(3))
     mooncake.master.kill()
     try:
         for call in every_call(engine).values():
@@ -166,7 +168,7 @@ def test_a_killed_master_is_an_error_and_restarted_empty_is_a_miss(mooncake, eng
     finally:
         mooncake.master.start()
     eventually(answers(engine))
-    assert not engine.read(NAME, buffer(9 * MIB))
+    assert not engine.read(name_of(3), buffer(9 * MIB))
     eventually(lambda: _heals(engine))
 
 

@@ -22,6 +22,7 @@ from rich.table import Table
 from kvcellar.bench.child import must, running_server
 from kvcellar.bench.engine import CHUNK_TOKENS, Engine, fresh_keys
 from kvcellar.bench.machine import machine, summary
+from kvcellar.bench.raw import raw_client
 from kvcellar.identity import BlockHash, ChunkKey, Group, Layer, Namespace, ParallelStrategy
 from kvcellar.slab import PAGE
 from kvcellar.tiers.crate import Crate, CrateShape
@@ -89,7 +90,9 @@ async def _speed(url: str, size: int, total: int, rounds: int, folder: Path) -> 
     must(tier.can_write, f"{spec.label}: {tier.state[1]}")
     count = max(_AT_ONCE, total // size)
     goods = _Set(size, count)
-    raw = _raw_disk(folder, goods, count) if url.startswith("disk:") else None
+    raw = (
+        _raw_disk(folder, goods, count) if url.startswith("disk:") else raw_client(url, goods.buffers, count)
+    )
     figures: dict[str, list[float]] = {"write": [], "read": [], "raw_write": [], "raw_read": []}
     for _ in range(rounds):
         await tier.delete(goods.names)

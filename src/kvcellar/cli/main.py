@@ -132,6 +132,37 @@ def pin(
 
 
 @app.command()
+def doctor(
+    tier: Annotated[list[str] | None, _flag("tier")] = None,
+    disk: Annotated[Text, _flag("disk")] = None,
+    disk_size: Annotated[Text, _flag("disk_size")] = None,
+    as_json: Json = False,
+    config: Config = None,
+) -> None:
+    """Say of each tier whether it can be used, how fast it is, or what is wrong and what to do.
+
+    Examines the tiers that `kvcellar serve` would have with the same flags, variables and TOML file:
+
+    \b
+    kvcellar doctor --tier 'redis://cache:6379?password_file=/etc/kvcellar/redis'
+
+    Each is opened as the server would do it, and a few objects of 4 MiB are written, found, read, compared
+    and deleted again; nothing else is touched. A disk must not be in use by a server: `kvcellar status` shows
+    that one. The exit code is 0 if all can be used, 1 if not.
+    """
+    from kvcellar.cli.doctor import examine, print_findings  # noqa: PLC0415 - rich takes its time
+
+    flags = {"disk": disk, "disk_size": disk_size, "tier": " ".join(tier) if tier else None}
+    urls = load_settings(flags, config).tier_urls
+    if not urls:
+        raise StartupError("there are no tiers: name one with --tier URL or --disk PATH, see docs/tiers.md")
+    findings = examine(urls)
+    print_findings(findings, as_json=as_json)
+    if any(finding.problem for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     print(__version__)

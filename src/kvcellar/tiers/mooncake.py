@@ -49,7 +49,7 @@ class MooncakeEngine:
     def __init__(
         self, store: "MooncakeDistributedStore", master: Address, metrics: Address, prefix: str
     ) -> None:
-        self._store = store
+        self.store = store
         self._master = master
         self._metrics = metrics
         self._prefix = prefix
@@ -63,7 +63,7 @@ class MooncakeEngine:
     def register(self, memory: memoryview) -> None:
         """From now on, buffers are cut from this memory, too."""
         start = _address(memory)
-        self._take(self._store.register_buffer(start, len(memory)), "registering memory")
+        self._take(self.store.register_buffer(start, len(memory)), "registering memory")
         with self._lock:
             self._registered = sorted([*self._registered, (start, start + len(memory) - 1)])
 
@@ -72,7 +72,7 @@ class MooncakeEngine:
         start = _address(memory)
         with self._lock:
             self._registered = [one for one in self._registered if one[0] != start]
-        self._store.unregister_buffer(start)
+        self.store.unregister_buffer(start)
 
     @contextmanager
     def _addresses(self, views: Sequence[memoryview]) -> Iterator[list[int]]:
@@ -83,12 +83,12 @@ class MooncakeEngine:
             if not self._knows(start, len(view))
         ]
         for start, size in strange:
-            self._take(self._store.register_buffer(start, size), "registering memory")
+            self._take(self.store.register_buffer(start, size), "registering memory")
         try:
             yield found
         finally:
             for start, _ in strange:
-                self._store.unregister_buffer(start)
+                self.store.unregister_buffer(start)
 
     def _knows(self, start: int, size: int) -> bool:
         ranges = self._registered
@@ -102,7 +102,7 @@ class MooncakeEngine:
         views = [source.header, source.payload]
         with self._addresses(views) as found:
             sizes = [len(view) for view in views]
-            (code,) = self._store.batch_put_from_multi_buffers([self._prefix + name], [found], [sizes])
+            (code,) = self.store.batch_put_from_multi_buffers([self._prefix + name], [found], [sizes])
         if code != _EXISTS:
             self._take(code, "writing")
 
@@ -112,12 +112,12 @@ class MooncakeEngine:
         views = [target.header, target.payload]
         sizes = [len(view) for view in views]
         with self._addresses(views) as found:
-            (code,) = self._store.batch_get_into_multi_buffers([key], [found], [sizes])
+            (code,) = self.store.batch_get_into_multi_buffers([key], [found], [sizes])
         if code == sum(sizes):
             return True
         if code in (_BAD_SIZE, _TRANSFER_FAILED):
             # Also what it says of a value of another size.
-            there = self._store.get_size(key)
+            there = self.store.get_size(key)
             if there in (_NOT_FOUND, _NOT_READY) or 0 <= there != sum(sizes):
                 return False
         if code not in (_NOT_FOUND, _NOT_READY):
@@ -126,13 +126,13 @@ class MooncakeEngine:
 
     def exist(self, names: Sequence[str]) -> list[bool]:
         self._ready()
-        codes = self._store.batch_is_exist([self._prefix + name for name in names]) if names else []
+        codes = self.store.batch_is_exist([self._prefix + name for name in names]) if names else []
         return [self._take(code, "asking") == 1 for code in codes]
 
     def delete(self, names: Sequence[str]) -> None:
         self._ready()
         # By force: also what somebody is reading. He finds out by the checksum.
-        codes = self._store.batch_remove([self._prefix + name for name in names], True) if names else []
+        codes = self.store.batch_remove([self._prefix + name for name in names], True) if names else []
         for code in codes:
             if code not in (_NOT_FOUND, _NOT_READY):  # what is only being written is not there yet
                 self._take(code, "deleting")
@@ -143,7 +143,7 @@ class MooncakeEngine:
         keys = [key for key in self._fetch("/get_all_keys").split("\n") if key.startswith(self._prefix)]
         for start in range(0, len(keys), 1000):
             page = keys[start : start + 1000]
-            for key, size in zip(page, map(self._store.get_size, page), strict=True):
+            for key, size in zip(page, map(self.store.get_size, page), strict=True):
                 if size >= 0:  # not gone meanwhile
                     yield key[len(self._prefix) :], size
 
@@ -156,7 +156,7 @@ class MooncakeEngine:
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
         if not was_closed:
-            self._store.close()
+            self.store.close()
 
     # -- codes ------------------------------------------------------------------------------------------
 

@@ -23,6 +23,12 @@ GROUP = "kvcellar.tiers"
 BUILT_IN = {
     "disk": "kvcellar.tiers.disk:open_disk",
     "memory": "kvcellar.tiers.memory:open_memory",
+    "mooncake": "kvcellar.tiers.mooncake:open_mooncake",
+    "redis": "kvcellar.tiers.redis:open_redis",
+    "redis+cluster": "kvcellar.tiers.redis:open_redis",
+    "rediss": "kvcellar.tiers.redis:open_redis",
+    "rediss+cluster": "kvcellar.tiers.redis:open_redis",
+    "s3": "kvcellar.tiers.s3:open_s3",
 }
 
 
@@ -45,7 +51,13 @@ def parse_spec(text: str) -> TierSpec:
 def _factory(scheme: str) -> Factory:
     if scheme in BUILT_IN:
         module, _, name = BUILT_IN[scheme].partition(":")
-        return cast(Factory, getattr(importlib.import_module(module), name))
+        try:
+            return cast(Factory, getattr(importlib.import_module(module), name))
+        except ModuleNotFoundError as error:
+            extra = module.rpartition(".")[2]
+            raise ConfigError(
+                f"--tier {scheme}://... needs the package {error.name}: pip install 'kvcellar[{extra}]'"
+            ) from None
     added = {point.name: point for point in entry_points(group=GROUP)}
     if scheme not in added:
         known = ", ".join(sorted([*BUILT_IN, *added]))

@@ -35,7 +35,7 @@ _OUR_NAME = re.compile(r"[0-9a-f]+/[0-9a-f]+-\d+-\d+")
 
 class S3Engine:
     def __init__(self, store: S3Store, where: str, timeout_s: float) -> None:
-        self._store = store
+        self.store = store
         self._where = where  # for people
         self._timeout_s = timeout_s
         self._heads = ThreadPoolExecutor(_HEADS, thread_name_prefix="kvcellar-s3-head")
@@ -43,12 +43,12 @@ class S3Engine:
 
     def write(self, name: str, source: Buffer) -> None:
         with self._guard():
-            obstore.put(self._store, name, [source.header, source.payload], use_multipart=False)
+            obstore.put(self.store, name, [source.header, source.payload], use_multipart=False)
 
     def read(self, name: str, target: Buffer) -> bool:
         with self._guard():
             try:
-                found = obstore.get(self._store, name)
+                found = obstore.get(self.store, name)
                 if found.meta["size"] != len(target.header) + target.size:
                     return False
                 return _copy(found.stream(_PIECE_BYTES), [target.header, target.payload])
@@ -69,12 +69,12 @@ class S3Engine:
         with self._guard():
             try:
                 if names:
-                    obstore.delete(self._store, list(names))
+                    obstore.delete(self.store, list(names))
             except FileNotFoundError as error:  # some servers say so, where S3 is silent
                 self._miss(error)
 
     def list(self) -> Iterator[tuple[str, int]]:
-        pages = obstore.list(self._store)
+        pages = obstore.list(self.store)
         while True:
             with self._guard():
                 page = next(pages, None)
@@ -87,7 +87,7 @@ class S3Engine:
     def check(self) -> None:
         """Raises EngineError unless the bucket is there and may be read."""
         with self._guard():
-            next(obstore.list(self._store, chunk_size=1), None)
+            next(obstore.list(self.store, chunk_size=1), None)
 
     def close(self) -> None:
         self._is_closed.set()
@@ -97,7 +97,7 @@ class S3Engine:
         if time.monotonic() > deadline:
             raise TimeoutError
         try:
-            obstore.head(self._store, name)
+            obstore.head(self.store, name)
         except FileNotFoundError:
             return False
         return True
@@ -222,6 +222,7 @@ def _explain(problem: str) -> str:
 
 _KEYS = "see AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or credentials_file= and profile= in the URL"
 _ADVICE: tuple[tuple[str, str], ...] = (
+    (r"/latest/(api|meta-data|dynamic)/", f"no keys were found; {_KEYS}"),
     (
         "^NoSuchBucket",
         "there is no such bucket; make it (`aws s3 mb s3://...`), or check endpoint= and region=",
@@ -235,7 +236,6 @@ _ADVICE: tuple[tuple[str, str], ...] = (
     ),
     ("^(SlowDown|503)", "it is overloaded"),
     ("kind: Timeout|operation timed out", "it did not answer in time; is it overloaded or stopped?"),
-    ("169.254.169.254|metadata|credential", f"no keys were found; {_KEYS}"),
     ("certificate", "its certificate is not trusted; name the authority's with ca_file="),
     ("kind: Connect|error sending request", "it cannot be reached; is it running, and is endpoint= right?"),
 )
