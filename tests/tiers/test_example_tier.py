@@ -1,11 +1,14 @@
 """The example of docs/tiers.md: it passes the suite, and a server finds it by its entry point."""
 
 import importlib.util
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.server.engine import eventually
+from tests.server.conftest import ServerProcess
+from tests.server.engine import Engine, eventually
 from tests.tiers.conformance import EngineConformance
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +35,16 @@ def test_it_is_as_short_as_the_docs_say():
     assert len(code) <= 50
 
 
+@pytest.fixture
+def other_home(tmp_path):
+    """Where a second server lives: its own socket, its own memory."""
+    home = tmp_path / "b"
+    home.mkdir()
+    memory = Path(tempfile.mkdtemp(prefix="kvcellar-served-", dir="/dev/shm"))
+    yield home, memory
+    shutil.rmtree(memory, ignore_errors=True)
+
+
 def test_a_server_uses_it(install, stopped_server, engine, tmp_path):
     install("folder", EXAMPLE, "open_folder")
     folder = tmp_path / "shared"
@@ -40,5 +53,24 @@ def test_a_server_uses_it(install, stopped_server, engine, tmp_path):
     engine(session="first").store(5)
     eventually(lambda: len(list(folder.iterdir())) == 5 and not server.status().tiers[0].queued)
     assert server.status().tiers[0].state == "up"
-    with_tier = engine(session="second")
-    assert with_tier.hit(5) == 5
+    assert engine(session="second").hit(5) == 5
+
+
+def test_two_servers_share_by_it_without_knowing_of_each_other(
+    install, stopped_server, engine, tmp_path, other_home
+):
+    install("folder", EXAMPLE, "open_folder")
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    stopped_server.start(tier=f"folder://{folder}")
+    engine("tp2", session="on host a").store(7)
+    eventually(lambda: not stopped_server.status().tiers[0].queued)
+    other = ServerProcess(*other_home).start(tier=f"folder://{folder}")
+    reader = Engine(other.socket, "tp2", session="on host b").ready()
+    grant = reader.bring(7)
+    assert grant.chunks == 7
+    for rank in reader.workers:
+        assert reader.read(grant, rank) == []
+    reader.release(grant)
+    reader.close()
+    assert other.stop() == 0

@@ -4,6 +4,7 @@ The server maps a slab only when a tier reads or writes in it. Whoever asks for 
 pin, or the place it is being written to), so the rack cannot be taken back meanwhile.
 """
 
+import logging
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ from kvcellar.ledger import Room
 from kvcellar.slab import Place, Slab, rack_of, slot_of
 from kvcellar.tiers.engine import Buffer, object_name
 from kvcellar.tiers.seal import Seal
+
+log = logging.getLogger(__name__)
 
 _MAX_GOODS = 64
 
@@ -64,7 +67,8 @@ class Objects:
                 self._goods.clear()  # most are of engines long gone; the others are made again
             try:
                 self._goods[room] = Goods(room)
-            except BadRequest:
+            except BadRequest as error:
+                log.warning("%s stays in memory, no tier can check it: %s", room.namespace.model, error)
                 self._goods[room] = None
         return self._goods[room]
 

@@ -23,8 +23,8 @@ from kvcellar.server.objects import Goods
 from kvcellar.tiers.tier import Tier
 from kvcellar.wire import messages as m
 
-# Lookups that wait at the same time, in all; one more is answered from memory alone.
-_MAX_WAITS = 256
+# Lookups that wait at the same time, in all and of one engine; one more is answered from memory alone.
+_MAX_WAITS, _MAX_OF_ONE = 256, 64
 # Stripes that one lookup has on their way at once: enough to keep every thread of a tier busy.
 _AT_ONCE = 8
 # Chunks about which tiers are asked in one message.
@@ -77,7 +77,8 @@ class Prefetch:
             return 0, 0.0
         rate = max(tier.expected_rate for tier in readable)
         chunk_s = room.chunk_bytes / rate if rate else 0.0
-        if not wait_s or len(self.waits) >= _MAX_WAITS:
+        of_one = sum(wait.member is member for wait in self.waits.values())
+        if not wait_s or len(self.waits) >= _MAX_WAITS or of_one >= _MAX_OF_ONE:
             return 0, chunk_s
         goods = self._fetches.objects.goods(room)
         fits = max(0, self._ledger.hold_limit - member.session.held_bytes) // room.chunk_bytes
@@ -159,6 +160,8 @@ class Prefetch:
             for group in range(len(room.shelves)):
                 if chunk not in needed[group]:
                     continue
+                if not self._members.is_reachable(wait.member):
+                    return  # nobody is left to be told
                 if len(coming) >= _AT_ONCE and not await coming.pop(0):
                     return
                 one = self._fetches.want(wait, group, chunk, sources[group, chunk])

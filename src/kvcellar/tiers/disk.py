@@ -382,6 +382,17 @@ class DiskEngine:
             free = (slot for slot in reversed(range(crate.shape.slots)) if slot not in kept)
             sizes.free.extend(place_of(crate.number, slot) for slot in free)
 
+    def check(self) -> None:
+        """Do the books balance? For tests, when nobody is reading, writing or scanning."""
+        with self._lock:
+            assert not any(self._users.values()), "somebody is still using a slot"
+            taken = [stripe.place for stripe in self._index.values()]
+            places = taken + [place for sizes in self._classes.values() for place in sizes.free]
+            assert len(set(places)) == len(places), "a slot in two hands"
+            assert len(places) == sum(crate.shape.slots for crate in self._crates.values()), "lost slots"
+            files = sum(crate.shape.file_bytes for crate in self._crates.values())
+            assert PAGE + files == self._used <= self.capacity, "bytes miscounted"
+
     # -- trouble ----------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
