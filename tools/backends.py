@@ -338,7 +338,7 @@ class Mooncake:
     metrics = f"127.0.0.1:{MooncakeMaster.PORT + 1}"
     url = f"mooncake://127.0.0.1:{MooncakeMaster.PORT}"
 
-    def __init__(self, home: Path, segment_bytes: int = 512 << 20) -> None:
+    def __init__(self, home: Path, segment_bytes: int = 1 << 30) -> None:
         self.master = MooncakeMaster(home / "master")
         self.segments = [MooncakeSegment(home / f"segment{number}", segment_bytes) for number in range(2)]
 

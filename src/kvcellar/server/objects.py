@@ -5,6 +5,7 @@ pin, or the place it is being written to), so the rack cannot be taken back mean
 """
 
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -55,8 +56,9 @@ class Goods:
 
 
 class Objects:
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, unmapped: Callable[[memoryview], None]) -> None:
         self._arena = arena
+        self._unmapped = unmapped  # is told of memory that no buffer will be cut from again
         self._goods: dict[Room, Goods | None] = {}
         self._slabs: dict[tuple[RackKey, int], tuple[Rack, Slab]] = {}
 
@@ -92,8 +94,11 @@ class Objects:
             self._slabs[key, shard] = known
         slab, slot = known[1], slot_of(place)
         header = slab.headers[slot : slot + 1].view(np.uint8)
-        return Buffer(header.data, slab.slot(slot).data, goods.size(group, shard))
+        return Buffer(header.data, slab.slot(slot).data, goods.size(group, shard), slab.memory)
 
     def _forget_gone(self) -> None:
         racks = self._arena.racks
-        self._slabs = {at: known for at, known in self._slabs.items() if racks.get(at[0]) is known[0]}
+        for at, (rack, slab) in list(self._slabs.items()):
+            if racks.get(at[0]) is not rack:
+                del self._slabs[at]
+                self._unmapped(slab.memory)

@@ -27,7 +27,7 @@ class Tiers:
         self, specs: Sequence[TierSpec], ledger: Ledger, arena: Arena, members: Members, steward: Steward
     ) -> None:
         self._tiers = [Tier(spec.label, spec.open) for spec in specs]
-        objects = Objects(arena)
+        objects = Objects(arena, self._forget)
         self._writeback = WriteBack(ledger, objects, self._tiers)
         fetches = Fetches(ledger, objects, steward, self._writeback, self._tiers)
         self.prefetch = Prefetch(ledger, members, self._tiers, fetches)
@@ -40,6 +40,10 @@ class Tiers:
     async def drain(self, until: float) -> None:
         """Write back what is queued, until then at most."""
         await self._writeback.drain(until)
+
+    def _forget(self, memory: memoryview) -> None:
+        for tier in self._tiers:
+            tier.forget(memory)
 
     def close(self) -> None:
         self.prefetch.close()

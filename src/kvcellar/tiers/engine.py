@@ -21,6 +21,9 @@ class Buffer(NamedTuple):
     header: memoryview  # 64 bytes
     slot: memoryview  # starts on a page and is whole pages, as direct I/O wants it
     size: int  # the object's bytes, at the start of the slot; what follows them has no meaning
+    # All of the slab, for engines that register memory once and use it often. Such an engine has a method
+    # `forget(memory)`, which is called when no buffer of it will come any more, and raises nothing.
+    memory: memoryview | None = None
 
     @property
     def payload(self) -> memoryview:

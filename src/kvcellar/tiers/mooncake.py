@@ -1,7 +1,7 @@
 """Objects in Mooncake Store: the memory of many hosts as one cache, over RDMA or TCP.
 
-The store moves bytes between its segments and memory that was registered with it, without a copy, so the tier
-says which slabs there are. Memory that it did not name is registered for the one call. Nothing in Mooncake's
+The store moves bytes between its segments and memory that was registered with it, without a copy: the slab of
+a buffer, when it is first seen. A buffer without one is registered for the one call. Nothing in Mooncake's
 client raises: every call returns a code, and every code is looked at here. All its calls let other Python
 threads run. Its time-outs are per process and come from variables that it reads when it is first used.
 """
@@ -11,7 +11,6 @@ import math
 import os
 import socket
 import threading
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -53,72 +52,61 @@ class MooncakeEngine:
         self._master = master
         self._metrics = metrics
         self._prefix = prefix
-        self._registered: list[tuple[int, int]] = []  # first and last byte, in order
+        self._slabs: dict[int, memoryview] = {}  # what is registered for good, by address
         self._lock = threading.Lock()
         self._is_suspect = False
         self._is_closed = False
 
     # -- memory -----------------------------------------------------------------------------------------
 
-    def register(self, memory: memoryview) -> None:
-        """From now on, buffers are cut from this memory, too."""
-        start = _address(memory)
-        self._take(self.store.register_buffer(start, len(memory)), "registering memory")
+    def forget(self, memory: memoryview) -> None:
         with self._lock:
-            self._registered = sorted([*self._registered, (start, start + len(memory) - 1)])
-
-    def unregister(self, memory: memoryview) -> None:
-        """No call that uses it is under way, and none will be."""
-        start = _address(memory)
-        with self._lock:
-            self._registered = [one for one in self._registered if one[0] != start]
-        self.store.unregister_buffer(start)
+            if self._slabs.pop(_address(memory), None) is not None:
+                self.store.unregister_buffer(_address(memory))
 
     @contextmanager
-    def _addresses(self, views: Sequence[memoryview]) -> Iterator[list[int]]:
-        found = [_address(view) for view in views]
-        strange = [
-            (start, len(view))
-            for start, view in zip(found, views, strict=True)
-            if not self._knows(start, len(view))
-        ]
-        for start, size in strange:
-            self._take(self.store.register_buffer(start, size), "registering memory")
+    def _registered(self, buffer: Buffer) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
+        """Where header and payload are, and their sizes: as Mooncake wants them, and registered."""
+        views = [buffer.header, buffer.payload]
+        strange = [] if buffer.memory is not None else views
+        if buffer.memory is not None:
+            self._keep(buffer.memory)
+        for view in strange:
+            self._take(self.store.register_buffer(_address(view), len(view)), "registering memory")
         try:
-            yield found
+            yield [[_address(view) for view in views]], [[len(view) for view in views]]
         finally:
-            for start, _ in strange:
-                self.store.unregister_buffer(start)
+            for view in strange:
+                self.store.unregister_buffer(_address(view))
 
-    def _knows(self, start: int, size: int) -> bool:
-        ranges = self._registered
-        index = bisect_right(ranges, (start, math.inf)) - 1
-        return index >= 0 and start + size - 1 <= ranges[index][1]
+    def _keep(self, slab: memoryview) -> None:
+        # Holding the view keeps the memory mapped: what is registered is never something else by now.
+        start = _address(slab)
+        with self._lock:
+            if start not in self._slabs:
+                self._take(self.store.register_buffer(start, len(slab)), "registering memory")
+                self._slabs[start] = memoryview(slab)
 
     # -- values -----------------------------------------------------------------------------------------
 
     def write(self, name: str, source: Buffer) -> None:
         self._ready()
-        views = [source.header, source.payload]
-        with self._addresses(views) as found:
-            sizes = [len(view) for view in views]
-            (code,) = self.store.batch_put_from_multi_buffers([self._prefix + name], [found], [sizes])
+        with self._registered(source) as (places, sizes):
+            (code,) = self.store.batch_put_from_multi_buffers([self._prefix + name], places, sizes)
         if code != _EXISTS:
             self._take(code, "writing")
 
     def read(self, name: str, target: Buffer) -> bool:
         self._ready()
-        key = self._prefix + name
-        views = [target.header, target.payload]
-        sizes = [len(view) for view in views]
-        with self._addresses(views) as found:
-            (code,) = self.store.batch_get_into_multi_buffers([key], [found], [sizes])
-        if code == sum(sizes):
+        key, wanted = self._prefix + name, len(target.header) + target.size
+        with self._registered(target) as (places, sizes):
+            (code,) = self.store.batch_get_into_multi_buffers([key], places, sizes)
+        if code == wanted:
             return True
         if code in (_BAD_SIZE, _TRANSFER_FAILED):
             # Also what it says of a value of another size.
             there = self.store.get_size(key)
-            if there in (_NOT_FOUND, _NOT_READY) or 0 <= there != sum(sizes):
+            if there in (_NOT_FOUND, _NOT_READY) or 0 <= there != wanted:
                 return False
         if code not in (_NOT_FOUND, _NOT_READY):
             self._take(code, "reading")

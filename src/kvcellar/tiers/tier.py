@@ -181,6 +181,12 @@ class Tier:
 
         return self._ask(_Call(self._writable, work, failed=False, give_up=None), urgent=False)
 
+    def forget(self, memory: memoryview) -> None:
+        """No buffer of this memory will come any more. It stays mapped until the engine has let go of it."""
+        let_go = getattr(self._engine, "forget", None)
+        if let_go is not None and not self._closed:
+            self._crew.submit(lambda: let_go(memory), urgent=False)
+
     # -- for people -------------------------------------------------------------------------------------
 
     @property
