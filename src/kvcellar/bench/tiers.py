@@ -68,7 +68,8 @@ class _Set:
         self.names = [object_name(self.namespace.id, key, 0, 0) for key in self.keys]
         self._memory = [mmap.mmap(-1, PAGE + size) for _ in range(_AT_ONCE)]
         self.buffers = [
-            Buffer(memory[:64], memory[PAGE:], size, memory) for memory in map(memoryview, self._memory)
+            Buffer(memoryview(memory)[:64], memoryview(memory)[PAGE:], size, memoryview(memory))
+            for memory in self._memory
         ]
         self.seal = Seal(self.namespace, 0, 0)
         random = np.random.default_rng(1).integers(0, 256, size, np.uint8)

@@ -9,7 +9,7 @@ import configparser
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,9 +27,9 @@ from kvcellar.tiers.remote import TIMEOUT_S, Options
 # HEAD requests at once. S3 has no way to ask for many names; on loopback 8 are as fast as 32, but a bucket
 # that is 20 ms away answers 32 at a time.
 _HEADS = 32
-# A read is copied into the slot in pieces of this size. In one piece, anything from 32 MiB on would be fresh
-# memory each time: half as fast.
-_PIECE_BYTES = 1 << 20
+# What obstore has read is copied into the slot. Small objects are 10 % faster in one piece; large ones would
+# be fresh memory each time, and half as fast as in pieces.
+_ONE_PIECE_BYTES, _PIECE_BYTES = 8 << 20, 1 << 20
 _OUR_NAME = re.compile(r"[0-9a-f]+/[0-9a-f]+-\d+-\d+")
 
 
@@ -51,7 +51,8 @@ class S3Engine:
                 found = obstore.get(self.store, name)
                 if found.meta["size"] != len(target.header) + target.size:
                     return False
-                return _copy(found.stream(_PIECE_BYTES), [target.header, target.payload])
+                pieces = found.stream(_PIECE_BYTES) if target.size > _ONE_PIECE_BYTES else [found.bytes()]
+                return _copy(pieces, [target.header, target.payload])
             except FileNotFoundError as error:
                 return self._miss(error)
 
@@ -193,7 +194,7 @@ def _credentials(given: Options) -> dict[str, Any]:
     return found
 
 
-def _copy(pieces: Iterator[Any], targets: Sequence[memoryview]) -> bool:
+def _copy(pieces: Iterable[Any], targets: Sequence[memoryview]) -> bool:
     """Fill the targets one after the other. False: the pieces are not as long as they are."""
     waiting = list(targets)
     for piece in pieces:
