@@ -56,7 +56,7 @@ class Goods:
 
 
 class Objects:
-    def __init__(self, arena: Arena, unmapped: Callable[[memoryview], None]) -> None:
+    def __init__(self, arena: Arena, unmapped: Callable[[memoryview], None] = lambda _: None) -> None:
         self._arena = arena
         self._unmapped = unmapped  # is told of memory that no buffer will be cut from again
         self._goods: dict[Room, Goods | None] = {}

@@ -109,9 +109,8 @@ def addresses(text: str, default_port: int) -> list[Address]:
     """'a:1,b:2' or '[::1]:1', from the part of a URL between // and the next /."""
     found = []
     for one in text.split(","):
-        match = re.fullmatch(r"\[?([^\s\[\]]+?)\]?(?::(\d{1,5}))?", one) if one.count(":") < 2 else None
-        match = match or re.fullmatch(r"\[([0-9a-fA-F:.]+)\](?::(\d{1,5}))?", one)
-        if not match or not 0 < int(match[2] or default_port) < 65536:
+        match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\s:\[\]]+))(?::(\d{1,5}))?", one)
+        if not match or not 0 < int(match[3] or default_port) < 65536:
             raise ConfigError(f"{text!r} should be HOST:PORT, or several with commas between them")
-        found.append(Address(match[1], int(match[2] or default_port)))
+        found.append(Address(match[1] or match[2], int(match[3] or default_port)))
     return found
