@@ -42,7 +42,7 @@ def share(home: Path, tier: str, name: str) -> None:
         eventually(lambda: not first.status().tiers[0].queued)
         assert reader.hit(CHUNKS) == 0, "memory alone has nothing"
         grant = reader.bring(CHUNKS)
-        assert grant.chunks == CHUNKS
+        assert grant.chunks == CHUNKS, [server.status().tiers for server in (first, second)]
         for rank in reader.workers:
             assert reader.read(grant, rank) == []
         reader.release(grant)
