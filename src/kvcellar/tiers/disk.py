@@ -88,16 +88,18 @@ class DiskEngine:
                 self._give(place)
                 return
             self._index[digest] = stripe
-            crate = self._crates[rack_of(place)]
+            crate, slot = self._crates[rack_of(place)], slot_of(place)
         try:
-            crate.write(slot_of(place), source)
+            crate.free(slot)  # what was evicted from it; only now, since nobody else writes there
+            crate.write(slot, source)
+            crate.mark(slot, name, source)
         except OSError as error:
             with self._lock:
                 del self._index[digest]
                 self._give(place)
             raise self._trouble(error) from None
         with self._lock:
-            self._publish(stripe, crate, name, source)
+            self._publish(stripe, crate)
 
     def read(self, name: str, target: Buffer) -> bool:
         stripe = self._pin(name)
@@ -106,10 +108,10 @@ class DiskEngine:
         crate, slot = self._crates[rack_of(stripe.place)], slot_of(stripe.place)
         try:
             entry = crate.entry(slot)
-            if entry is None or entry[:2] != (name, target.size):
+            if entry is not None and entry[:2] != (name, target.size):
                 return False
-            if not crate.read(slot, target):
-                self.delete([name])  # the file was cut short
+            if entry is None or not crate.read(slot, target):
+                self.delete([name])  # somebody cut a file short, or wrote to it
                 return False
             target.header[:] = entry[2]
             return True
@@ -124,12 +126,19 @@ class DiskEngine:
         return [stripe is not None and stripe.ready for stripe in found]
 
     def delete(self, names: Sequence[str]) -> None:
-        with self._lock:
-            self._check_open()
-            for name in names:
-                stripe = self._index.get(_digest(name))
-                if stripe is not None and stripe.ready:
-                    self._drop(stripe)
+        for name in names:
+            stripe = self._pin(name)
+            if stripe is None:
+                continue
+            try:
+                self._crates[rack_of(stripe.place)].free(slot_of(stripe.place))
+            except OSError as error:
+                raise self._trouble(error) from None
+            finally:
+                with self._lock:
+                    if stripe.indexed:
+                        self._drop(stripe)
+                self._unpin(stripe)
 
     def list(self) -> Iterator[tuple[str, int]]:
         with self._lock:
@@ -137,9 +146,18 @@ class DiskEngine:
             stripes = [stripe for stripe in self._index.values() if stripe.ready]
         for stripe in stripes:
             with self._lock:
-                crate = self._crates.get(rack_of(stripe.place))
-                entry = crate.entry(slot_of(stripe.place)) if crate is not None and stripe.indexed else None
-            if entry is not None and crate is not None:
+                crate = self._crates.get(rack_of(stripe.place)) if stripe.indexed else None
+                if crate is None:
+                    continue
+                self._users[crate.number] += 1
+            try:
+                entry = crate.entry(slot_of(stripe.place))
+            except OSError as error:
+                raise self._trouble(error) from None
+            finally:
+                with self._lock:
+                    self._users[crate.number] -= 1
+            if entry is not None:
                 yield entry[0], crate.shape.slot_bytes
 
     def usage(self) -> Usage:
@@ -167,13 +185,12 @@ class DiskEngine:
                 sizes = self._classes.setdefault(slot_bytes, SizeClass(slot_bytes, SecondChance()))
                 if sizes.growing and not sizes.free:
                     self._lock.wait(1.0)
+                    continue
                 sizes.used_at = self._written
                 if sizes.free or self._make_free(sizes):
                     place = sizes.free.pop()
                     self._users[rack_of(place)] += 1
                     return place
-                if sizes.growing:
-                    continue
                 planned = self._plan(sizes)
                 given_up = None if planned else self._give_up_crate(sizes)
                 if not planned and given_up is None:
@@ -193,12 +210,10 @@ class DiskEngine:
             return False
         del self._index[stripe.key]
         stripe.indexed = False
-        self._crates[rack_of(stripe.place)].free(slot_of(stripe.place))
         sizes.free.append(stripe.place)
         return True
 
-    def _publish(self, stripe: Stripe, crate: Crate, name: str, source: Buffer) -> None:
-        crate.mark(slot_of(stripe.place), name, source)
+    def _publish(self, stripe: Stripe, crate: Crate) -> None:
         stripe.ready = True
         sizes = self._classes[crate.shape.slot_bytes]
         sizes.policy.admit(stripe)
@@ -217,7 +232,6 @@ class DiskEngine:
         crate = self._crates[rack_of(stripe.place)]
         sizes = self._classes[crate.shape.slot_bytes]
         sizes.policy.forget(stripe)
-        crate.free(slot_of(stripe.place))
         if not stripe.pins:  # else the last reader sees to it
             sizes.free.append(stripe.place)
 
@@ -360,7 +374,10 @@ class DiskEngine:
         for crate in crates:
             if self._closed:
                 break
-            self._scan_crate(crate)
+            try:
+                self._scan_crate(crate)
+            except OSError as error:
+                log.warning("%s: cannot scan %s: %s", self._folder.path, crate, error.strerror)
         self._scanning = False
         if crates:
             took = time.monotonic() - started
@@ -373,8 +390,7 @@ class DiskEngine:
             digest = ChunkKey(_digest(name))
             with self._lock:
                 if digest in self._index:
-                    crate.free(slot)  # written again before it was found
-                    continue
+                    continue  # written again before it was found
                 stripe = self._index[digest] = Stripe(digest, place_of(crate.number, slot), ready=True)
                 sizes.policy.admit(stripe)
             kept.add(slot)
