@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Sequence
+from typing import NamedTuple
 
 from kvcellar.identity import ChunkKey, NamespaceId, fold_windows, needed_chunks
 from kvcellar.ledger import NO_LEASE, SCHEDULER, Granted, Ledger, Shelf, Stripe
@@ -22,6 +23,16 @@ from kvcellar.server.members import Member, Members
 from kvcellar.server.objects import Goods
 from kvcellar.tiers.tier import Tier
 from kvcellar.wire import messages as m
+
+
+class Outlook(NamedTuple):
+    """What a lookup can expect of tiers; both 0 if nobody knows."""
+
+    lead_s: float  # until the first chunk may be there
+    chunk_s: float  # for every chunk after that
+
+
+UNKNOWN = Outlook(0.0, 0.0)
 
 # Lookups that wait at the same time, in all and of one engine; one more is answered from memory alone.
 _MAX_WAITS, _MAX_OF_ONE = 256, 64
@@ -67,28 +78,30 @@ class Prefetch:
 
     def begin(
         self, member: Member, namespace_id: NamespaceId, keys: Sequence[ChunkKey], had: int, wait_s: float
-    ) -> tuple[int, float]:
+    ) -> tuple[int, Outlook]:
         """See what tiers have beyond the first `had` chunks, if there is time. Returns a ticket, 0 if nobody
-        will be asked, and the seconds that a chunk is expected to take, 0 if that is not known.
+        will be asked, and what to expect.
         """
         room = self._ledger.rooms.get(namespace_id)
         readable = [tier for tier in self._tiers if tier.can_read]
         if room is None or not readable:
-            return 0, 0.0
-        rate = max(tier.expected_rate for tier in readable)
-        chunk_s = room.chunk_bytes / rate if rate else 0.0
+            return 0, UNKNOWN
+        fastest = max(readable, key=lambda tier: tier.expected_rate)
+        outlook = UNKNOWN
+        if rate := fastest.expected_rate:
+            outlook = Outlook(fastest.expected_lead_s, room.chunk_bytes / rate)
         of_one = sum(wait.member is member for wait in self.waits.values())
         if not wait_s or len(self.waits) >= _MAX_WAITS or of_one >= _MAX_OF_ONE:
-            return 0, chunk_s
+            return 0, outlook
         goods = self._fetches.objects.goods(room)
         fits = max(0, self._ledger.hold_limit - member.session.held_bytes) // room.chunk_bytes
         if goods is None or fits <= had:
-            return 0, chunk_s
+            return 0, outlook
         deadline = time.monotonic() + wait_s
         wait = Wait(next(self._tickets), member, goods, keys[:fits], had, deadline)
         self.waits[wait.ticket] = wait
         wait.task = asyncio.create_task(self._serve(wait))
-        return wait.ticket, chunk_s
+        return wait.ticket, outlook
 
     def abandon(self, member: Member, ticket: int) -> None:
         wait = self.waits.get(ticket)

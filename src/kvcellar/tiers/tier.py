@@ -115,7 +115,15 @@ class Tier:
     @property
     def expected_rate(self) -> float:
         """Bytes per second that reading will reach: as measured, else as writing did; 0 if nobody knows."""
-        return self.stats.reads.fresh_rate or self.stats.writes.fresh_rate
+        reads, writes = self.stats.reads, self.stats.writes
+        if reads.is_sure and reads.fresh_rate:
+            return reads.fresh_rate
+        return max(reads.fresh_rate, writes.fresh_rate)
+
+    @property
+    def expected_lead_s(self) -> float:
+        """What asking takes, and one object: no hit comes sooner, however many threads there are."""
+        return self.stats.latency_s + (self.stats.reads.call_s or self.stats.writes.call_s)
 
     def exist(self, names: Sequence[str], give_up: float | None = None) -> asyncio.Future[list[bool]]:
         """Which of them are there. All False when in doubt."""
@@ -151,10 +159,10 @@ class Tier:
             return found == "hits"
 
         def answered(future: asyncio.Future[bool]) -> None:
-            self.stats.reads.end(target.size if _is_good(future) else 0)
+            self.stats.reads.end(began, target.size if _is_good(future) else 0)
             self.stats.counts[found] += found != "nothing"
 
-        self.stats.reads.begin()
+        began = self.stats.reads.begin()
         future = self._ask(_Call(self._readable, work, failed=False, give_up=give_up), urgent=True)
         future.add_done_callback(answered)
         return future
@@ -167,9 +175,9 @@ class Tier:
             return True
 
         def answered(future: asyncio.Future[bool]) -> None:
-            self.stats.writes.end(source.size if _is_good(future) else 0)
+            self.stats.writes.end(began, source.size if _is_good(future) else 0)
 
-        self.stats.writes.begin()
+        began = self.stats.writes.begin()
         future = self._ask(_Call(self._writable, work, failed=False, give_up=None), urgent=False)
         future.add_done_callback(answered)
         return future
