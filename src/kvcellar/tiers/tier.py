@@ -35,6 +35,7 @@ _ATTEMPTS = 2
 # A call that takes longer is a failure at once, and the thread is counted as stuck until it returns.
 OVERDUE_S = 5.0
 _WATCH_S = 0.5
+_CLOSE_S = 1.0
 
 T = TypeVar("T")
 
@@ -213,14 +214,21 @@ class Tier:
         return not self._running and not self._crew.backlog
 
     def close(self) -> None:
-        """No more questions. Waits for nobody: what hangs goes with the process."""
+        """No more questions. Waits a moment for the engine to close; what hangs goes with the process."""
         self._closed = True
-        self._crew.close()
         if self._watch is not None:
             self._watch.cancel()
-        if self._engine is not None and self.is_idle:
-            with contextlib.suppress(EngineError):
-                self._engine.close()
+        engine, closed = self._engine, threading.Event()
+
+        def work(engine: Engine) -> None:
+            with contextlib.suppress(Exception):  # engines of others may break in any way
+                engine.close()
+            closed.set()
+
+        if engine is not None and self.is_idle:
+            self._crew.submit(lambda: work(engine), urgent=True)
+            closed.wait(_CLOSE_S)
+        self._crew.close()
 
     # -- inside -----------------------------------------------------------------------------------------
 
