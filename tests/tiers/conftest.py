@@ -7,10 +7,10 @@ import pytest
 
 from kvcellar.client import AdminClient
 from kvcellar.wire.report import TierReport
-from tests.server.conftest import ServerProcess, engine, server, stopped_server
+from tests.server.conftest import ServerProcess, engine, raw, server, stopped_server
 from tests.server.engine import eventually
 
-__all__ = ["engine", "server", "stopped_server"]
+__all__ = ["engine", "raw", "server", "stopped_server"]
 
 
 class ColdServer:

@@ -10,7 +10,9 @@ to is given to nobody, however long that takes: only the waiting has a deadline.
 """
 
 import asyncio
+import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Awaitable, Sequence
 from typing import NamedTuple
@@ -23,6 +25,8 @@ from kvcellar.server.members import Member, Members
 from kvcellar.server.objects import Goods
 from kvcellar.tiers.tier import Tier
 from kvcellar.wire import messages as m
+
+log = logging.getLogger(__name__)
 
 
 class Outlook(NamedTuple):
@@ -101,6 +105,8 @@ class Prefetch:
         wait = Wait(next(self._tickets), member, goods, keys[:fits], had, deadline)
         self.waits[wait.ticket] = wait
         wait.task = asyncio.create_task(self._serve(wait))
+        # Not a `finally` in there: a task that is cancelled before its first step never gets so far.
+        wait.task.add_done_callback(lambda task: self._finish(wait, task))
         return wait.ticket, outlook
 
     def abandon(self, member: Member, ticket: int) -> None:
@@ -117,16 +123,14 @@ class Prefetch:
     # -- one lookup -------------------------------------------------------------------------------------
 
     async def _serve(self, wait: Wait) -> None:
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait.left):
                 await self._bring(wait)
-        except TimeoutError:
-            pass
-        finally:
-            self._finish(wait)
 
-    def _finish(self, wait: Wait) -> None:
+    def _finish(self, wait: Wait, task: asyncio.Task[None]) -> None:
         """Grant what is there now, tell the scheduler, and let go."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a prefetch broke", exc_info=error)
         del self.waits[wait.ticket]
         for fetch in wait.fetches:
             fetch.waiting.discard(wait)
