@@ -7,11 +7,11 @@ import pytest
 
 from kvcellar.client import AdminClient
 from kvcellar.wire.report import TierReport
-from tests.server.conftest import ServerProcess, engine, server, stopped_server
+from tests.server.conftest import ServerProcess, engine, raw, server, stopped_server
 from tests.server.engine import eventually
 from tests.tiers.fixtures import cluster, needs_backends, opened, seaweedfs, start_valkey, valkey
 
-__all__ = ["engine", "server", "stopped_server"]
+__all__ = ["engine", "raw", "server", "stopped_server"]
 __all__ += ["cluster", "needs_backends", "opened", "seaweedfs", "start_valkey", "valkey"]
 
 

@@ -221,10 +221,11 @@ def test_a_truncated_file_is_a_miss_and_is_cleaned_up(tmp_path, kind):
     again.close()
 
 
-def test_a_file_truncated_under_a_running_engine_is_a_miss(tmp_path):
+@pytest.mark.parametrize("kind", ["data", "index"])
+def test_a_file_truncated_under_a_running_engine_is_a_miss(tmp_path, kind):
     engine = DiskEngine(tmp_path, 2 * MIB)
     engine.write(name_of(0), buffer(5000, seed=0))
-    for path in tmp_path.glob("crate-*.data"):
+    for path in tmp_path.glob(f"crate-*.{kind}"):
         os.truncate(path, 0)
     assert not engine.read(name_of(0), buffer(5000))
     assert engine.exist([name_of(0)]) == [False]

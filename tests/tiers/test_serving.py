@@ -3,7 +3,9 @@
 import pytest
 
 from kvcellar.client import AdminClient
-from tests.server.engine import Child, eventually
+from kvcellar.wire import messages as m
+from tests.server.engine import NAMESPACES, Child, eventually
+from tests.server.raw import hello
 from tests.support import keys
 
 
@@ -134,6 +136,16 @@ def test_giving_up_leaves_nothing_behind(cold, engine):
     free = one.bring(60)
     assert free.chunks == 60
     check(one, free)
+
+
+def test_what_is_abandoned_in_the_same_breath_is_forgotten(cold, raw):
+    """Before the server has so much as begun to ask; three times as many as may wait."""
+    client = raw(hello())
+    client.register(NAMESPACES["one"])
+    for ticket in range(1, 201):
+        lookup = m.Lookup(NAMESPACES["one"].id, b"".join(keys(3, seed=ticket)), 60_000)
+        granted, _ = client.ask(lookup, m.Abandon(ticket))
+        assert granted.ticket == ticket
 
 
 def test_an_engine_that_dies_while_it_waits_leaves_nothing_behind(cold, engine, tmp_path):

@@ -68,7 +68,7 @@ def test_a_faster_engine_is_believed_at_once_and_a_slower_one_slowly(patience, c
 def test_a_tier_that_is_slower_than_computing_is_not_waited_for(patience, clock):
     compute(patience, clock, 2560, 1.0)  # 0.1 s a chunk
     for chunk_s, pays in ((0.2, False), (0.09, False), (0.01, True)):
-        patience.told(chunk_s)
+        patience.told(0.0, chunk_s)
         assert bool(patience.worth(10, CHUNK)) == pays
 
 
@@ -76,8 +76,15 @@ def test_a_tier_that_is_slower_than_computing_is_not_waited_for(patience, clock)
 @pytest.mark.parametrize("chunk_s", [0.0, 1e-6, 1e-4, 0.01, 0.05, 0.079, 0.081, 1.0, 100.0])
 def test_no_wait_is_longer_than_computing(patience, clock, chunks, chunk_s):
     compute(patience, clock, 2560, 1.0)
-    patience.told(chunk_s)
+    patience.told(0.0, chunk_s)
     assert 0 <= patience.worth(chunks, CHUNK) <= patience.computing_s(chunks * CHUNK)
+
+
+def test_the_first_object_takes_its_time_however_fast_the_rest_is(patience, clock):
+    compute(patience, clock, 2560, 1.0)
+    patience.told(0.15, 0.01)
+    assert patience.worth(1, CHUNK) == 0
+    assert patience.worth(10, CHUNK) == pytest.approx(1.5 * 0.25 + 0.02)
 
 
 def test_an_unknown_tier_gets_a_short_trial(patience, clock):

@@ -106,41 +106,54 @@ def test_it_never_locks_itself_out(steps):
     assert breaker.enter()
 
 
+def move(meter, clock, seconds, moved):
+    began = meter.begin()
+    clock.now += seconds
+    meter.end(began, moved)
+
+
 def test_nothing_measured_is_no_rate(clock):
     meter = Meter(clock)
     assert meter.rate == 0
-    meter.begin()
-    clock.now += 1
-    meter.end(0)
-    assert meter.rate == 0
+    move(meter, clock, 1, 0)
+    assert meter.rate == meter.call_s == 0
 
 
 def test_the_rate_is_bytes_over_busy_time(clock):
     meter = Meter(clock)
     for _ in range(3):
-        meter.begin()
-        clock.now += 0.1
-        meter.end(1000)
+        move(meter, clock, 0.1, 1000)
         clock.now += 50  # idle
     assert meter.rate == pytest.approx(10_000)
     assert (meter.calls, meter.bytes) == (3, 3000)
+    assert meter.call_s == pytest.approx(0.1)
 
 
 def test_calls_at_once_share_the_time(clock):
     meter = Meter(clock)
-    for _ in range(4):
-        meter.begin()
+    began = [meter.begin() for _ in range(4)]
     clock.now += 0.1
-    for _ in range(4):
-        meter.end(1000)
+    for one in began:
+        meter.end(one, 1000)
+    assert meter.rate == pytest.approx(40_000)
+    assert meter.call_s == pytest.approx(0.1)
+
+
+def test_a_call_that_is_alone_says_nothing_once_calls_were_seen_together(clock):
+    meter = Meter(clock)
+    move(meter, clock, 0.1, 1000)
+    assert meter.rate == pytest.approx(10_000)
+    began = [meter.begin() for _ in range(4)]
+    clock.now += 0.1
+    for one in began:
+        meter.end(one, 1000)
+    move(meter, clock, 0.1, 1000)
     assert meter.rate == pytest.approx(40_000)
 
 
 def test_a_rate_grows_old(clock):
     meter = Meter(clock)
-    meter.begin()
-    clock.now += 0.1
-    meter.end(1000)
+    move(meter, clock, 0.1, 1000)
     assert meter.fresh_rate == meter.rate
     clock.now += 61
     assert meter.fresh_rate == 0
@@ -151,7 +164,5 @@ def test_old_measurements_fade(clock):
     meter = Meter(clock)
     for speed in (1000, 10):
         for _ in range(200):
-            meter.begin()
-            clock.now += 0.1
-            meter.end(speed)
+            move(meter, clock, 0.1, speed)
     assert meter.rate == pytest.approx(100, rel=0.05)

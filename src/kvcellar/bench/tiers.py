@@ -120,7 +120,8 @@ async def _write(tier: Tier, goods: _Set, lane: int, number: int) -> None:
 
 async def _read(tier: Tier, goods: _Set, lane: int, number: int) -> None:
     check = goods.seal.checker(goods.keys[number])
-    must(await tier.read(goods.names[number], goods.buffers[lane], check), "an object is gone")
+    found = await tier.read(goods.names[number], goods.buffers[lane], check)
+    must(found, f"{tier.label}: an object is gone {tier.state[1]} {dict(tier.stats.counts)}")
 
 
 async def _all(goods: _Set, work: Callable[[int, int], Any]) -> float:

@@ -51,7 +51,8 @@ class Grant(NamedTuple):
     places: list[npt.NDArray[np.uint32]]
     reason: str
     ticket: int = 0  # more may come from tiers: ask `brought`
-    chunk_s: float = 0.0  # what a chunk from there is expected to take; 0 if not known
+    lead_s: float = 0.0  # until the first chunk from there may be expected
+    chunk_s: float = 0.0  # and for each after that; 0 if not known
 
 
 def _miss(reason: str) -> Grant:
@@ -382,6 +383,6 @@ def _grant(result: m.Result | m.Brought) -> Grant:
         places = [np.frombuffer(row, dtype="<u4") for row in result.places]
         if isinstance(result, m.Brought):
             return Grant(result.lease, result.chunks, places, "")
-        chunk_s = result.chunk_us / 1e6
-        return Grant(result.lease, result.chunks, places, result.reason, result.ticket, chunk_s)
+        outlook = result.lead_us / 1e6, result.chunk_us / 1e6
+        return Grant(result.lease, result.chunks, places, result.reason, result.ticket, *outlook)
     return _miss(result.code if isinstance(result, m.Failure) else "")

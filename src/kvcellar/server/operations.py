@@ -19,7 +19,7 @@ from kvcellar.ledger import Granted as Grant
 from kvcellar.ledger import LeaseId, Ledger
 from kvcellar.server.grants import pack_places
 from kvcellar.server.members import Member, Members
-from kvcellar.server.prefetch import Prefetch
+from kvcellar.server.prefetch import UNKNOWN, Outlook, Prefetch
 from kvcellar.server.steward import Steward
 from kvcellar.wire import messages as m
 from kvcellar.wire.report import StatusReport
@@ -109,8 +109,8 @@ class Operations:
         if self.prefetch is None or grant.reason or grant.chunks == len(keys):
             return self._granted(grant)
         namespace, wait_s = NamespaceId(op.namespace), op.wait_ms / 1000
-        ticket, chunk_s = self.prefetch.begin(member, namespace, keys, grant.chunks, wait_s)
-        return self._granted(grant, ticket, chunk_s)
+        ticket, outlook = self.prefetch.begin(member, namespace, keys, grant.chunks, wait_s)
+        return self._granted(grant, ticket, outlook)
 
     def _abandon(self, caller: Caller, op: m.Abandon) -> m.Message:
         if self.prefetch is not None:
@@ -192,10 +192,11 @@ class Operations:
         self._ledger.set_pinned(NamespaceId(op.namespace), op.pinned)
         return m.Settled(0)
 
-    def _granted(self, grant: Grant, ticket: int = 0, chunk_s: float = 0.0) -> m.Granted:
+    def _granted(self, grant: Grant, ticket: int = 0, outlook: Outlook = UNKNOWN) -> m.Granted:
         self._members.newest_lease = max(self._members.newest_lease, grant.lease)
-        chunk_us = min(int(chunk_s * 1e6), m.MAX_CHUNK_US)
-        return m.Granted(grant.lease, grant.chunks, pack_places(grant), grant.reason, ticket, chunk_us)
+        lead_us, chunk_us = (min(int(seconds * 1e6), m.MAX_OUTLOOK_US) for seconds in outlook)
+        places = pack_places(grant)
+        return m.Granted(grant.lease, grant.chunks, places, grant.reason, ticket, lead_us, chunk_us)
 
     def _refuse_when_draining(self) -> None:
         if self.draining:

@@ -10,9 +10,12 @@ to is given to nobody, however long that takes: only the waiting has a deadline.
 """
 
 import asyncio
+import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Awaitable, Sequence
+from typing import NamedTuple
 
 from kvcellar.identity import ChunkKey, NamespaceId, fold_windows, needed_chunks
 from kvcellar.ledger import NO_LEASE, SCHEDULER, Granted, Ledger, Shelf, Stripe
@@ -22,6 +25,18 @@ from kvcellar.server.members import Member, Members
 from kvcellar.server.objects import Goods
 from kvcellar.tiers.tier import Tier
 from kvcellar.wire import messages as m
+
+log = logging.getLogger(__name__)
+
+
+class Outlook(NamedTuple):
+    """What a lookup can expect of tiers; both 0 if nobody knows."""
+
+    lead_s: float  # until the first chunk may be there
+    chunk_s: float  # for every chunk after that
+
+
+UNKNOWN = Outlook(0.0, 0.0)
 
 # Lookups that wait at the same time, in all and of one engine; one more is answered from memory alone.
 _MAX_WAITS, _MAX_OF_ONE = 256, 64
@@ -67,28 +82,32 @@ class Prefetch:
 
     def begin(
         self, member: Member, namespace_id: NamespaceId, keys: Sequence[ChunkKey], had: int, wait_s: float
-    ) -> tuple[int, float]:
+    ) -> tuple[int, Outlook]:
         """See what tiers have beyond the first `had` chunks, if there is time. Returns a ticket, 0 if nobody
-        will be asked, and the seconds that a chunk is expected to take, 0 if that is not known.
+        will be asked, and what to expect.
         """
         room = self._ledger.rooms.get(namespace_id)
         readable = [tier for tier in self._tiers if tier.can_read]
         if room is None or not readable:
-            return 0, 0.0
-        rate = max(tier.expected_rate for tier in readable)
-        chunk_s = room.chunk_bytes / rate if rate else 0.0
+            return 0, UNKNOWN
+        fastest = max(readable, key=lambda tier: tier.expected_rate)
+        outlook = UNKNOWN
+        if rate := fastest.expected_rate:
+            outlook = Outlook(fastest.expected_lead_s, room.chunk_bytes / rate)
         of_one = sum(wait.member is member for wait in self.waits.values())
         if not wait_s or len(self.waits) >= _MAX_WAITS or of_one >= _MAX_OF_ONE:
-            return 0, chunk_s
+            return 0, outlook
         goods = self._fetches.objects.goods(room)
         fits = max(0, self._ledger.hold_limit - member.session.held_bytes) // room.chunk_bytes
         if goods is None or fits <= had:
-            return 0, chunk_s
+            return 0, outlook
         deadline = time.monotonic() + wait_s
         wait = Wait(next(self._tickets), member, goods, keys[:fits], had, deadline)
         self.waits[wait.ticket] = wait
         wait.task = asyncio.create_task(self._serve(wait))
-        return wait.ticket, chunk_s
+        # Not a `finally` in there: a task that is cancelled before its first step never gets so far.
+        wait.task.add_done_callback(lambda task: self._finish(wait, task))
+        return wait.ticket, outlook
 
     def abandon(self, member: Member, ticket: int) -> None:
         wait = self.waits.get(ticket)
@@ -104,16 +123,14 @@ class Prefetch:
     # -- one lookup -------------------------------------------------------------------------------------
 
     async def _serve(self, wait: Wait) -> None:
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait.left):
                 await self._bring(wait)
-        except TimeoutError:
-            pass
-        finally:
-            self._finish(wait)
 
-    def _finish(self, wait: Wait) -> None:
+    def _finish(self, wait: Wait, task: asyncio.Task[None]) -> None:
         """Grant what is there now, tell the scheduler, and let go."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a prefetch broke", exc_info=error)
         del self.waits[wait.ticket]
         for fetch in wait.fetches:
             fetch.waiting.discard(wait)

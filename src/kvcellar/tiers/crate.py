@@ -1,13 +1,15 @@
 """A crate: one preallocated file of slots of one size on disk, and the index that says what they hold.
 
     crate-0001.data    | slot 0 | slot 1 | ...                      whole pages, written in place
-    crate-0001.index   | header page | entry 0 | entry 1 | ...      192 bytes a slot, mapped
+    crate-0001.index   | header page | entry 0 | entry 1 | ...      192 bytes a slot
 
 Written in place because that is about 1.4 times as fast as a new file per object (2.9 against 2.1 GB/s with
 4 MiB objects on an ext4 virtio disk), takes its blocks once and for all, and leaves a few hundred files where
 there would be a million. An entry is written after its bytes and marked last. That order is all there is:
 after a power cut an entry may speak of bytes that never reached the disk, which the object's checksum finds
 out.
+
+The index is read and written, not mapped: a disk that fails is an OSError here and would be a SIGBUS there.
 
 Knows slots and entries. Knows nothing of capacity, eviction or who reads.
 """
@@ -66,12 +68,17 @@ def fit_shape(slot_bytes: int, limit: int) -> CrateShape | None:
 
 
 class Crate:
-    def __init__(self, folder: Path, number: int, shape: CrateShape, memory: mmap.mmap) -> None:
+    def __init__(self, folder: Path, number: int, shape: CrateShape) -> None:
         self.number = number
         self.shape = shape
         self._folder = folder
-        self._memory = memory
         self._fd, self.direct = _open_data(crate_path(folder, number, "data"))
+        try:
+            flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._index = os.open(crate_path(folder, number, "index"), flags)
+        except OSError:
+            os.close(self._fd)
+            raise
 
     def __repr__(self) -> str:
         return f"<Crate {self.number}: {self.shape.slots} slots of {self.shape.slot_bytes}>"
@@ -85,12 +92,11 @@ class Crate:
             fd = _allocate(draft, shape.index_bytes)
             try:
                 os.pwrite(fd, _HEADER.pack(_MAGIC, *shape), 0)
-                memory = mmap.mmap(fd, shape.index_bytes)
             finally:
                 os.close(fd)
             # The index last: data without one was never finished.
             draft.rename(crate_path(folder, number, "index"))
-            return cls(folder, number, shape, memory)
+            return cls(folder, number, shape)
         except OSError:
             remove_files(folder, number)
             raise
@@ -108,10 +114,9 @@ class Crate:
                 raise Corrupt(f"crate {number} has a torn index")
             if crate_path(folder, number, "data").lstat().st_size != shape.data_bytes:
                 raise Corrupt(f"crate {number} has a torn data file")
-            memory = mmap.mmap(fd, size)
         finally:
             os.close(fd)
-        return cls(folder, number, shape, memory)
+        return cls(folder, number, shape)
 
     # -- slots ------------------------------------------------------------------------------------------
 
@@ -135,31 +140,35 @@ class Crate:
     def mark(self, slot: int, name: str, source: Buffer) -> None:
         """From now on, also after a crash, the slot holds this object."""
         fields = source.size, bytes(source.header), name.encode().ljust(MAX_NAME, b"\0")
-        at = PAGE + slot * _ENTRY_BYTES
-        _ENTRY.pack_into(self._memory, at, _FREE, _sum(*fields), *fields)
-        self._memory[at] = _READY
+        os.pwrite(self._index, _ENTRY.pack(_READY, _sum(*fields), *fields), PAGE + slot * _ENTRY_BYTES)
 
     def free(self, slot: int) -> None:
-        self._memory[PAGE + slot * _ENTRY_BYTES] = _FREE
+        os.pwrite(self._index, bytes([_FREE]), PAGE + slot * _ENTRY_BYTES)
 
     def entry(self, slot: int) -> tuple[str, int, bytes] | None:
         """(name, size, object header) of what the slot holds."""
-        state, crc, size, header, name = _ENTRY.unpack_from(self._memory, PAGE + slot * _ENTRY_BYTES)
-        if state != _READY or crc != _sum(size, header, name) or size > self.shape.slot_bytes:
+        return self._parse(os.pread(self._index, _ENTRY_BYTES, PAGE + slot * _ENTRY_BYTES), 0)
+
+    def _parse(self, raw: bytes, at: int) -> tuple[str, int, bytes] | None:
+        if len(raw) < at + _ENTRY.size or raw[at] != _READY:
+            return None
+        _, crc, size, header, name = _ENTRY.unpack_from(raw, at)
+        if crc != _sum(size, header, name) or size > self.shape.slot_bytes:
             return None
         return name.rstrip(b"\0").decode("ascii", "replace"), size, header
 
     def scan(self) -> Iterator[tuple[int, str]]:
         """(slot, name) of all it holds. Takes its time: others need the interpreter too."""
-        for slot in range(self.shape.slots):
-            if slot % _BREATH == _BREATH - 1:
-                time.sleep(0.0002)
-            if self._memory[PAGE + slot * _ENTRY_BYTES] == _READY and (entry := self.entry(slot)):
-                yield slot, entry[0]
+        for first in range(0, self.shape.slots, _BREATH):
+            raw = os.pread(self._index, _BREATH * _ENTRY_BYTES, PAGE + first * _ENTRY_BYTES)
+            for slot in range(first, min(first + _BREATH, self.shape.slots)):
+                if entry := self._parse(raw, (slot - first) * _ENTRY_BYTES):
+                    yield slot, entry[0]
+            time.sleep(0.0002)
 
     def close(self) -> None:
         os.close(self._fd)
-        self._memory.close()
+        os.close(self._index)
 
     def remove(self) -> None:
         remove_files(self._folder, self.number)

@@ -26,8 +26,6 @@ _SMALLEST = 1 << 20
 class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.planned: set[int] = set()  # numbers of crates that are being made or removed
-        self.refusal = ""  # why the file system gave no more, last time
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_ours()

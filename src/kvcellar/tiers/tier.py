@@ -35,6 +35,7 @@ _ATTEMPTS = 2
 # A call that takes longer is a failure at once, and the thread is counted as stuck until it returns.
 OVERDUE_S = 5.0
 _WATCH_S = 0.5
+_CLOSE_S = 1.0
 
 T = TypeVar("T")
 
@@ -115,7 +116,15 @@ class Tier:
     @property
     def expected_rate(self) -> float:
         """Bytes per second that reading will reach: as measured, else as writing did; 0 if nobody knows."""
-        return self.stats.reads.fresh_rate or self.stats.writes.fresh_rate
+        reads, writes = self.stats.reads, self.stats.writes
+        if reads.is_sure and reads.fresh_rate:
+            return reads.fresh_rate
+        return max(reads.fresh_rate, writes.fresh_rate)
+
+    @property
+    def expected_lead_s(self) -> float:
+        """What asking takes, and one object: no hit comes sooner, however many threads there are."""
+        return self.stats.latency_s + (self.stats.reads.call_s or self.stats.writes.call_s)
 
     def exist(self, names: Sequence[str], give_up: float | None = None) -> asyncio.Future[list[bool]]:
         """Which of them are there. All False when in doubt."""
@@ -151,10 +160,10 @@ class Tier:
             return found == "hits"
 
         def answered(future: asyncio.Future[bool]) -> None:
-            self.stats.reads.end(target.size if _is_good(future) else 0)
+            self.stats.reads.end(began, target.size if _is_good(future) else 0)
             self.stats.counts[found] += found != "nothing"
 
-        self.stats.reads.begin()
+        began = self.stats.reads.begin()
         future = self._ask(_Call(self._readable, work, failed=False, give_up=give_up), urgent=True)
         future.add_done_callback(answered)
         return future
@@ -167,9 +176,9 @@ class Tier:
             return True
 
         def answered(future: asyncio.Future[bool]) -> None:
-            self.stats.writes.end(source.size if _is_good(future) else 0)
+            self.stats.writes.end(began, source.size if _is_good(future) else 0)
 
-        self.stats.writes.begin()
+        began = self.stats.writes.begin()
         future = self._ask(_Call(self._writable, work, failed=False, give_up=None), urgent=False)
         future.add_done_callback(answered)
         return future
@@ -211,14 +220,21 @@ class Tier:
         return not self._running and not self._crew.backlog
 
     def close(self) -> None:
-        """No more questions. Waits for nobody: what hangs goes with the process."""
+        """No more questions. Waits a moment for the engine to close; what hangs goes with the process."""
         self._closed = True
-        self._crew.close()
         if self._watch is not None:
             self._watch.cancel()
-        if self._engine is not None and self.is_idle:
-            with contextlib.suppress(EngineError):
-                self._engine.close()
+        engine, closed = self._engine, threading.Event()
+
+        def work(engine: Engine) -> None:
+            with contextlib.suppress(Exception):  # engines of others may break in any way
+                engine.close()
+            closed.set()
+
+        if engine is not None and self.is_idle:
+            self._crew.submit(lambda: work(engine), urgent=True)
+            closed.wait(_CLOSE_S)
+        self._crew.close()
 
     # -- inside -----------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """How long waiting for a tier pays: measured on one side by the tier, on the other by this engine's prefill.
 
-A chunk from a tier takes so long (the server says, once it has measured it); computing it takes its tokens
+Chunks from a tier take so long (the server says, once it has measured it); computing them takes their tokens
 over the engine's prefill rate (measured here, step by step). Waiting pays while the first is clearly less
 than the second. When in doubt it does not: the engine is taken to be as fast as it ever was lately, and a
 tier that nobody has measured lately gets one short trial.
@@ -30,7 +30,7 @@ class Patience:
         self._clock = clock
         self._rate = 0.0  # tokens per second; 0 until measured
         self._step: tuple[float, int] | None = None  # when it began, and its tokens
-        self._chunk_s = 0.0  # as the server said last
+        self._lead_s = self._chunk_s = 0.0  # as the server said last
         self._until: dict[int, float] = {}  # by ticket
 
     # -- how fast the engine computes -------------------------------------------------------------------
@@ -55,9 +55,9 @@ class Patience:
 
     # -- how long to wait -------------------------------------------------------------------------------
 
-    def told(self, chunk_s: float) -> None:
-        """What the server expects a chunk to take; 0: it does not know."""
-        self._chunk_s = chunk_s
+    def told(self, lead_s: float, chunk_s: float) -> None:
+        """What the server expects: until the first chunk, and for each; 0: it does not know."""
+        self._lead_s, self._chunk_s = lead_s, chunk_s
 
     def worth(self, chunks: int, chunk_tokens: int) -> float:
         """Seconds that so many chunks are worth waiting for; 0: not at all."""
@@ -66,7 +66,7 @@ class Patience:
         computing = self.computing_s(chunks * chunk_tokens)
         if not self._chunk_s:
             return min(_TRIAL_S, _TRIAL_SHARE * computing)
-        expected = chunks * self._chunk_s
+        expected = self._lead_s + chunks * self._chunk_s
         if expected > _PAYS * computing:
             return 0.0
         return min(_SLACK * expected + _ASKING_S, computing)

@@ -143,7 +143,7 @@ class SchedulerSide:
             had = computed // chunk
             wait = self._patience.worth(chunks - had, chunk)
             grant = client.lookup(tracked.keys[:chunks], self._options.lookup_timeout, wait)
-            self._patience.told(grant.chunk_s)
+            self._patience.told(grant.lead_s, grant.chunk_s)
             if grant.ticket:
                 pays = self._patience.worth(chunks - max(had, grant.chunks), chunk)
                 self._patience.begin(grant.ticket, wait if pays else 0.0)

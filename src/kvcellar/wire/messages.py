@@ -19,7 +19,7 @@ PROTOCOL_VERSION = 2
 MAX_KEYS = 65_536
 MAX_OPS = 256
 MAX_WAIT_MS = 60_000
-MAX_CHUNK_US = 1 << 40
+MAX_OUTLOOK_US = 1 << 40
 
 _KEY = struct.Struct(f"{KEY_BYTES}s")
 Meta = msgspec.Meta
@@ -30,6 +30,7 @@ LeaseField = Annotated[int, Meta(ge=0, lt=1 << 62)]
 ChunkField = Annotated[int, Meta(ge=0, le=MAX_KEYS)]
 GroupField = Annotated[int, Meta(ge=0, lt=64)]
 TicketField = Annotated[int, Meta(ge=0, lt=1 << 62)]
+OutlookField = Annotated[int, Meta(ge=0, le=MAX_OUTLOOK_US)]
 RackField = Annotated[int, Meta(ge=0, lt=1 << 14)]
 Text = Annotated[str, Meta(max_length=1024)]
 
@@ -190,7 +191,8 @@ class Registered(Message, frozen=True):
 
 class Granted(Message, frozen=True):
     """`places` by group, packed, 0xFFFFFFFF where there is nothing to read or write; lease 0: none. With a
-    `ticket`, Brought will follow; `chunk_us` is what a chunk takes from a tier, 0 if not known.
+    `ticket`, Brought will follow. From a tier the first chunk takes `lead_us`, and each `chunk_us`; 0 if
+    not known.
     """
 
     lease: LeaseField
@@ -198,7 +200,8 @@ class Granted(Message, frozen=True):
     places: tuple[bytes, ...]
     reason: Text = ""  # why it is not more: unknown_namespace, hold_limit, no_room
     ticket: TicketField = 0
-    chunk_us: Annotated[int, Meta(ge=0, le=MAX_CHUNK_US)] = 0
+    lead_us: OutlookField = 0
+    chunk_us: OutlookField = 0
 
 
 class Settled(Message, frozen=True):
