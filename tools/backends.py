@@ -271,6 +271,14 @@ class SeaweedFS(Backend):
             and self._ask(self.port, "GET", "/") < 500
         )
 
+    def make_bucket(self, name: str) -> None:
+        wait_until(lambda: self._ask(self.filer_port, "POST", f"/buckets/{name}/") in (201, 409), name)
+
+    def remove_bucket(self, name: str) -> None:
+        wait_until(
+            lambda: self._ask(self.filer_port, "DELETE", f"/buckets/{name}?recursive=true") < 300, name
+        )
+
     @staticmethod
     def _ask(port: int, method: str, path: str, body: bytes = b"") -> int:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)

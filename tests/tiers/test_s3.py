@@ -107,6 +107,20 @@ def test_a_missing_bucket_is_said(opened):
         opened(bucket="no-such-bucket")
 
 
+def test_a_bucket_that_vanishes_is_said_and_used_again_when_it_is_back(opened, seaweedfs):
+    seaweedfs.make_bucket("vanishing")
+    engine = opened(bucket="vanishing")
+    assert round_trip(engine, 1000, NAME)
+    seaweedfs.remove_bucket("vanishing")
+
+    # A read, since SeaweedFS makes a bucket anew when somebody writes to it.
+    with pytest.raises(EngineError, match="there is no such bucket"):
+        eventually(lambda: not engine.read(NAME, buffer(1000)), 30)
+    seaweedfs.make_bucket("vanishing")
+    eventually(answers(engine))
+    assert round_trip(engine, 1000, NAME)
+
+
 def test_wrong_keys_are_said_and_not_shown(opened, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wr0ng-s3cret")
     with pytest.raises(EngineError, match="the keys are not right; see AWS_ACCESS_KEY_ID") as caught:
