@@ -197,6 +197,7 @@ class Nodes:
 
 def explain(problem: str) -> str:
     """What a server or redis-py says, with what to do about it."""
+    problem = re.sub(r"^Error -?\d+ connecting to \S+ ", "", problem)
     for pattern, advice in _ADVICE:
         if re.search(pattern, problem, re.I):
             return f"{problem.rstrip('.')}: {advice}"
