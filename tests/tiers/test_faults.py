@@ -187,6 +187,28 @@ def test_flipped_bits_are_a_miss_and_never_wrong_bytes(cold, engine, tmp_path, r
     check(second, grant)
 
 
+def test_what_a_near_tier_has_lost_comes_from_a_far_one_and_is_written_again(
+    gate, stopped_server, engine, tmp_path
+):
+    server = stopped_server.start(disk=str(tmp_path / "disk"), disk_size="8MiB")
+    one = engine()
+    one.store(10)
+    eventually(lambda: not tier(server, 0).queued and not tier(server, 1).queued)
+    fd = os.open(crate_data(tmp_path / "disk"), os.O_WRONLY)
+    os.pwrite(fd, bytes(4096), 4 * 4096)
+    os.close(fd)
+    forget(server)
+    grant = one.bring(10)
+    assert grant.chunks == 10
+    check(one, grant)
+    assert tier(server, 0).counts["corrupt"] == 1
+    assert tier(server, 1).counts["hits"] == 1
+    eventually(lambda: tier(server, 0).objects == 10 and not tier(server, 0).queued)
+    forget(server)
+    check(one, one.bring(10))
+    assert tier(server, 1).counts["hits"] == 1, "this time the disk had all of it"
+
+
 def test_an_object_under_the_name_of_another_is_a_miss(cold, engine, tmp_path):
     """The bytes are intact, but they are of another chunk."""
     first = engine(session="first")

@@ -215,7 +215,7 @@ class Prefetch:
 
     async def _find(self, wait: Wait, missing: list[tuple[int, int]]) -> dict[tuple[int, int], list[Tier]]:
         found: dict[tuple[int, int], list[Tier]] = {}
-        for tier in self._tiers:
+        for number, tier in enumerate(self._tiers):
             asked = [at for at in missing if at not in found]
             if not asked or not tier.can_read or tier in wait.silent:
                 continue
@@ -227,5 +227,5 @@ class Prefetch:
                 continue
             for at, there in zip(asked, answer.result(), strict=True):
                 if there:
-                    found[at] = [tier]
+                    found[at] = list(self._tiers[number:])  # the farther ones, should this one fail
         return found
