@@ -18,9 +18,10 @@ test: lint ## Everything CI runs: lint, types, size budget, all tests
 check: lint ## The same with unit tests only; under a minute
 	$(BIN)/pytest tests/unit -q
 
-bench: $(READY) ## Measure the control path and the copy path
+bench: $(READY) ## Measure the control path, the copy path and tiers
 	$(BIN)/kvcellar bench control
 	$(BIN)/kvcellar bench copy
+	$(BIN)/kvcellar bench tiers
 
 chaos: $(READY) ## Kill and stall things at random; ARGS="..." is passed on
 	$(BIN)/python tests/chaos/run.py $(ARGS)

@@ -118,12 +118,12 @@ def pinned_slab(shape: SlabShape) -> Iterator[Slab]:
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         os.posix_fallocate(file.fileno(), 0, shape.file_bytes)
         slab = Slab(file.fileno(), shape)
-        (error,) = cudart.cudaHostRegister(*slab.memory, cudart.cudaHostRegisterPortable)
+        (error,) = cudart.cudaHostRegister(*slab.extent, cudart.cudaHostRegisterPortable)
         assert error == 0, error
         try:
             yield slab
         finally:
-            cudart.cudaHostUnregister(slab.memory[0])
+            cudart.cudaHostUnregister(slab.extent[0])
 
 
 def rate(bed: Bed, work: Callable[[], Any]) -> float:

@@ -98,6 +98,12 @@ class Shelf:
             if stripe.temporary and not stripe.pins:
                 self.remove(stripe, "temporary")
 
+    def let_go(self, stripe: Stripe) -> None:
+        """The server's own reader is done: that is no use of the stripe, so no reason to keep it."""
+        stripe.pins -= 1
+        if stripe.temporary and not stripe.pins:
+            self.remove(stripe, "temporary")
+
     # -- writing ----------------------------------------------------------------------------------------
 
     def take(self, key: ChunkKey, parent: ChunkKey | None, *, temporary: bool = False) -> Stripe | None:

@@ -44,7 +44,7 @@ class Stamp:
         record = np.asarray(header)  # of the same memory; a scalar's own buffer is read-only
         _FIELDS.pack_into(record.data, 0, *self._what, checksum, key, self._namespace, 0)
 
-    def promised(self, header: np.void, key: ChunkKey) -> int | None:
+    def promised(self, header: np.void | memoryview, key: ChunkKey) -> int | None:
         """The checksum of the object in this slot; None when another object lies there, or none."""
         *what, checksum, found, namespace, unused = _FIELDS.unpack(header.tobytes())
         same = (*what, found, namespace, unused) == (*self._what, key, self._namespace, 0)

@@ -137,7 +137,7 @@ class _Facade(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        offered: tuple[int, bool] = self._scheduler.offer(request, num_computed_tokens)
+        offered: tuple[int | None, bool] = self._scheduler.offer(request, num_computed_tokens)
         return offered
 
     def update_state_after_alloc(

@@ -7,6 +7,7 @@ is held by a lease until vLLM has blocks for it, or does not want it. Storing is
 import itertools
 import logging
 import secrets
+import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -27,6 +28,7 @@ from kvcellar.vllm.compat import derive_hash_seed, hash_block_tokens, warn_if_un
 from kvcellar.vllm.identity import check_supported, make_namespace
 from kvcellar.vllm.jobs import CellarMetadata, GroupCopy, Job, TensorLayout, WorkerReport
 from kvcellar.vllm.options import Options
+from kvcellar.vllm.patience import Patience
 from kvcellar.vllm.stores import Stores
 from kvcellar.vllm.tracked import Tracked
 
@@ -56,6 +58,7 @@ class SchedulerSide:
         self._loading: dict[str, int] = {}  # request id -> lease, until all ranks have answered
         self._ids = itertools.count(1)
         self._adapters = Adapters()
+        self._patience = Patience(time.monotonic)
         self._greet()
 
     def _greet(self) -> None:
@@ -116,8 +119,8 @@ class SchedulerSide:
 
     # -- offering ---------------------------------------------------------------------------------------
 
-    def offer(self, request: Request, computed: int) -> tuple[int, bool]:
-        """How many tokens beyond `computed` can be loaded. Asking again costs nothing."""
+    def offer(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """How many tokens beyond `computed` can be loaded; None: ask later. Asking again costs nothing."""
         client = self._get_client()
         if client is None:
             return 0, False
@@ -126,6 +129,8 @@ class SchedulerSide:
             return 0, False
         if tracked.grant is None or tracked.asked_at != request.num_preemptions:
             self._ask(client, tracked, computed)
+        if not self._all_here(client, tracked):
+            return None, False
         assert tracked.grant is not None
         chunk = client.namespace.chunk_tokens
         alignment = max(group.block_tokens for group in client.namespace.groups)
@@ -155,8 +160,31 @@ class SchedulerSide:
         tracked.asked_at = tracked.request.num_preemptions
         tracked.grant = _nothing(0)
         if chunks * chunk > computed:
-            tracked.grant = client.lookup(tracked.keys[:chunks], self._options.lookup_timeout)
+            had = computed // chunk
+            wait = self._patience.worth(chunks - had, chunk)
+            grant = client.lookup(tracked.keys[:chunks], self._options.lookup_timeout, wait)
+            self._patience.told(grant.lead_s, grant.chunk_s)
+            if grant.ticket:
+                pays = self._patience.worth(chunks - max(had, grant.chunks), chunk)
+                self._patience.begin(grant.ticket, wait if pays else 0.0)
+            tracked.grant = grant
         tracked.planned = tracked.grant.chunks
+
+    def _all_here(self, client: SchedulerClient, tracked: Tracked) -> bool:
+        """Has all come from tiers that is worth waiting for? Then the grant is all there is."""
+        grant = tracked.grant
+        if grant is None or not grant.ticket:
+            return True
+        brought = client.brought(grant.ticket)
+        if brought is None and self._patience.lasts(grant.ticket):
+            return False
+        if brought is not None and brought.lease:
+            self._give_back(tracked)
+            tracked.grant, tracked.planned = brought, brought.chunks
+            return True
+        client.give_up(grant.ticket)
+        tracked.grant = grant._replace(ticket=0)
+        return True
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """vLLM has blocks for the offer, or will not take it."""
@@ -206,7 +234,12 @@ class SchedulerSide:
     def _give_back(self, tracked: Tracked) -> None:
         """No rank was told: the whole lease goes back at once."""
         grant = tracked.grant
-        if grant is None or not grant.lease or tracked.loading or self._client is None:
+        if grant is None or tracked.loading or self._client is None:
+            return
+        if grant.ticket:
+            self._client.give_up(grant.ticket)
+            self._patience.forget(grant.ticket)
+        if not grant.lease:
             return
         self._client.release(grant.lease, 0, grant.chunks)
         self._client.forget(grant.lease)
@@ -225,11 +258,13 @@ class SchedulerSide:
             if tracked is not None:
                 self.stores.plan(client, tracked, scheduled)
         client.flush()
+        self._patience.step_begins(output.total_num_scheduled_tokens)
         return CellarMetadata(
             client.namespace.encode(), loads, jobs, idle=not output.total_num_scheduled_tokens
         )
 
     def step_done(self, output: KVConnectorOutput) -> None:
+        self._patience.step_ends()
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             for job_id, ranks in report.stores.items():
