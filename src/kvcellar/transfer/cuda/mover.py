@@ -3,41 +3,30 @@
     store   blocks --gather + sum--> staging --DMA--> slot, then the header
     load    slot --DMA--> staging --scatter + sum--> blocks, then the sums are compared
 
-Each direction has a ring of staging buffers and two streams. All DMA is on one, so that the bus goes from one
-copy to the next without a gap; kernels run on the other, beside the DMA of the next buffer. The engine's
-stream never waits, and nothing synchronises the device; a call blocks its own thread until its copies are
-over.
+The engine's stream never waits, and nothing synchronises the device; a call blocks its own thread until its
+copies are over.
 
 Knows no leases: the caller holds slots and blocks as long as a call runs. One call at a time per direction.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from cuda.bindings import runtime as cudart
 
-from kvcellar.errors import BadRequest, CellarError
+from kvcellar.errors import BadRequest
 from kvcellar.identity import SKIP, LayoutDesc, Namespace, layout_of
 from kvcellar.slab import Place, slot_of
 from kvcellar.transfer import sum64
 from kvcellar.transfer.cuda.pins import Pins, slots_locked_together
+from kvcellar.transfer.cuda.ring import BUFFERS, Ring, Run, Span
 from kvcellar.transfer.geometry import block_shape
 from kvcellar.transfer.kernels import move
 from kvcellar.transfer.mover import Rows
 from kvcellar.transfer.slots import Slot, Slots, Stamp, check_keys, check_places, find_slots
-from kvcellar.transfer.steps import BlockIds, check_blocks, check_targets
-
-_BUFFERS = 2  # per direction: one is moved by a kernel while the other is on the bus
-
-_TO_GPU = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
-_TO_HOST = cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
-
-
-Span = tuple[int, int]  # address and bytes on the host
+from kvcellar.transfer.steps import check_blocks, check_targets
 
 
 class Part(NamedTuple):
@@ -83,86 +72,6 @@ class _Group:
         return max(layer.block_bytes for layer in self.layout.layers) * self.layout.blocks_per_chunk
 
 
-class _Ring:
-    """The staging buffers of one direction: all DMA on one stream, all kernels on another."""
-
-    def __init__(self, device: torch.device, buffer_bytes: int) -> None:
-        self.buffer_bytes = buffer_bytes
-        self._device = device
-        self._dma = torch.cuda.Stream(device)
-        # Ahead of the engine's kernels: ours are short, and the bus waits for them.
-        self._work = torch.cuda.Stream(device, priority=-1)
-        self._buffers = [_Buffer(device, buffer_bytes) for _ in range(_BUFFERS)]
-        self._turn = 0
-
-    @contextlib.contextmanager
-    def running(self, tables: Sequence[BlockIds], after: torch.cuda.Event | None) -> Iterator["_Run"]:
-        """From what the kernels read to what they have added up. Whatever happens in between, afterwards
-        nothing is under way any more.
-        """
-        if after is not None:
-            self._work.wait_event(after)
-            self._dma.wait_event(after)
-        flat = torch.from_numpy(np.concatenate([table.reshape(-1) for table in tables])).pin_memory()
-        rows = [len(table) for table in tables]
-        with torch.cuda.stream(self._work):
-            blocks = flat.to(self._device, non_blocking=True)
-            sums = torch.zeros(sum(rows), dtype=torch.int64, device=self._device)
-            by_group = blocks.split([table.size for table in tables])
-            shaped = [part.view(table.shape) for part, table in zip(by_group, tables, strict=True)]
-            run = _Run(shaped, sums.split(rows))
-            try:
-                yield run
-            finally:
-                self._work.wait_stream(self._dma)
-                added = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True)
-                added.copy_(sums, non_blocking=True)
-                done = torch.cuda.Event(blocking=True)
-                done.record()
-                done.synchronize()
-        run.added = np.split(added.numpy().view(np.uint64), np.cumsum(rows)[:-1])
-
-    def load(self, spans: Sequence[Span], scatter: Callable[[torch.Tensor], None]) -> None:
-        """Bytes at these addresses into a buffer, and out of it."""
-        buffer = self._next()
-        self._dma.wait_event(buffer.moved)
-        _copy(buffer.words.data_ptr(), spans, self._dma, _TO_GPU)
-        buffer.copied.record(self._dma)
-        self._work.wait_event(buffer.copied)
-        scatter(buffer.words)
-        buffer.moved.record(self._work)
-
-    def store(self, spans: Sequence[Span], gather: Callable[[torch.Tensor], None]) -> None:
-        """Bytes into a buffer, and out of it to these addresses."""
-        buffer = self._next()
-        self._work.wait_event(buffer.copied)
-        gather(buffer.words)
-        buffer.moved.record(self._work)
-        self._dma.wait_event(buffer.moved)
-        _copy(buffer.words.data_ptr(), spans, self._dma, _TO_HOST)
-        buffer.copied.record(self._dma)
-
-    def _next(self) -> "_Buffer":
-        self._turn = (self._turn + 1) % _BUFFERS
-        return self._buffers[self._turn]
-
-
-class _Buffer:
-    def __init__(self, device: torch.device, size: int) -> None:
-        self.words = torch.empty(size // 8, dtype=torch.int64, device=device)
-        self.copied = torch.cuda.Event()  # to or from the host
-        self.moved = torch.cuda.Event()  # by a kernel
-
-
-class _Run:
-    """One call: block tables and sums on the GPU, by group; at its end, the sums here."""
-
-    def __init__(self, blocks: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]) -> None:
-        self.blocks = blocks
-        self.sums = sums
-        self.added: list[sum64.Words] = []
-
-
 class CudaMover:
     """All groups of one rank."""
 
@@ -185,10 +94,10 @@ class CudaMover:
         self._pins = pins  # None: the caller has page-locked all slabs
         self._check = check  # off only to measure what checking costs
         self.device = groups[0][0].device
-        share = staging_bytes // (2 * _BUFFERS) // 4096 * 4096
+        share = staging_bytes // (2 * BUFFERS) // 4096 * 4096
         buffer_bytes = max(share, *(group.largest_layer for group in self._groups))
-        self._loads = _Ring(self.device, buffer_bytes)
-        self._stores = _Ring(self.device, buffer_bytes)
+        self._loads = Ring(self.device, buffer_bytes)
+        self._stores = Ring(self.device, buffer_bytes)
         for group in self._groups:
             group.stage_in(buffer_bytes)
 
@@ -246,7 +155,7 @@ class CudaMover:
     def _differs(self, promised: int | None, added: int) -> bool:
         return promised != added if self._check else promised is None
 
-    def _finish(self, run: _Run, rows: Sequence[Rows]) -> list[list[int]]:
+    def _finish(self, run: Run, rows: Sequence[Rows]) -> list[list[int]]:
         """The checksums of all rows, as the kernels have seen their bytes."""
         sizes = [self.object_bytes(part.plan.group) for part in rows]
         return [sum64.finish(sums, size).tolist() for sums, size in zip(run.added, sizes, strict=True)]
@@ -260,7 +169,7 @@ class CudaMover:
             check_places(plan.stripes.tolist())
 
     def _batches(
-        self, run: _Run, number: int, rows: Rows, slots: Slots, *, load: bool
+        self, run: Run, number: int, rows: Rows, slots: Slots, *, load: bool
     ) -> Iterator[tuple[range, list[Slot], tuple[Sequence[Span], Callable[[torch.Tensor], None]]]]:
         """What fits a buffer, one after the other: the rows, their slots where they are first met, and what
         the ring needs. Slots are looked up here and not before, while the bus is busy with earlier ones.
@@ -315,17 +224,6 @@ def _spans(starts: list[int], places: list[int], size: int, slot_bytes: int) -> 
         else:
             spans.append((start, size))
     return spans
-
-
-def _copy(gpu: int, spans: Sequence[Span], stream: torch.cuda.Stream, kind: Any) -> None:
-    """Between a staging buffer and host memory."""
-    raw = stream.cuda_stream
-    for host, size in spans:
-        pair = (gpu, host) if kind is _TO_GPU else (host, gpu)
-        (error,) = cudart.cudaMemcpyAsync(*pair, size, kind, raw)
-        if error != cudart.cudaError_t.cudaSuccess:
-            raise CellarError(f"a copy of {size} bytes was refused: {error.name}")
-        gpu += size
 
 
 def _table_rows(
