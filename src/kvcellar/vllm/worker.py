@@ -70,7 +70,8 @@ class WorkerSide:
         """The scheduler side will name the namespace with the first step. Whoever can tell it now has mapped,
         and page-locked, memory by then.
         """
-        if self._layout.problem or not derive_hash_seed(self._config):
+        whole = self._config.parallel_config.pipeline_parallel_size == 1  # or others have layers too
+        if self._layout.problem or not whole or not derive_hash_seed(self._config):
             return
         with contextlib.suppress(BadRequest):  # unsupported: the scheduler side says so
             self._use(
