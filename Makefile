@@ -9,8 +9,8 @@ READY := .venv/.ready
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | sed 's/^/  make /' | expand -t 16
 
-demo: $(READY) ## Two engines share one cache
-	$(BIN)/python demo/sharing.py
+demo: $(READY) ## Two vLLM engines share one cache; ARGS="--help" tells more
+	$(BIN)/python demo/sharing.py $(ARGS)
 
 test: lint ## Everything CI runs: lint, types, size budget, all tests
 	$(BIN)/pytest tests

@@ -1,248 +1,209 @@
-"""Two engines share one cache; then one engine is killed, and then the server.
+"""Two stock vLLM engines share one KVCellar server.
 
-Starts a server and two simulated engines (demo/engine.py) as processes of their own, asks them about the same
-documents, and compares every byte that comes out of the cache with the truth. Exit code 1 if a byte is wrong
-or anything else is not as told. Leaves no process and no file behind, also after Ctrl-C.
+Engine A reads a long document. Engine B, another process, is asked about the same document and does not
+have to compute it again. Then the server is killed (kill -9): B computes, and says the same. Then the server
+is started again: what A computed is still there. Exit code 1 if anything is not as told.
 """
 
 import argparse
+import contextlib
 import io
-import math
-import signal
-import statistics
+import os
+import random
+import shutil
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
-from engine import Answer, Part, Prompt
-from processes import DemoError, EngineProcess, Server, check_room, wait_until
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
-from kvcellar.errors import CellarError
+from engine import Answer, Engine, serve_command, transfer_config
+from prepare import CACHE, VLLM, install_vllm, make_model
+from programs import DemoError, Interrupts, Programs
+from rich.console import Console
+from screen import Screen, short
+from server import Server
 
 MEMORY = 48 << 20  # fits the 64 MiB of /dev/shm that a container has
-TOKENS_PER_S, FAST_TOKENS_PER_S = 1_000, 20_000
-SYSTEM, DOCUMENT, QUESTION = 512, 1024, 80  # tokens
-SHARED = SYSTEM + DOCUMENT
-BAR = 40  # characters, for one prompt
+DOCUMENT, CHUNK, QUESTION = 4096, 128, 20  # tokens; a document is whole chunks
+LONGEST = 8192
+# Of the first fifty seeds the one whose answers are least in doubt: no two tokens are nearly as likely, so
+# that they are the same whatever the order in which a processor adds.
+VOCABULARY, SEED = 4096, 45
+LOG_LINES = 15
 
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HELP_END = f"""\
+the first time:    installs vLLM for CPU in {short(VLLM)} (4 minutes, 3.4 GB) and makes a
+                   model with random weights in {short(CACHE / "models")} (600 MB)
+after that:        a bit over a minute on two cores; needs 5 GB of memory
+it leaves:         nothing but those two: Ctrl-C, too, ends every process and removes every file
+if it fails:       it shows the end of the log that matters, and keeps the logs
+
+The engines are `vllm serve`, as released, with one line added; docs/vllm.md has that line for your own model.
+"""
 
 
-def about(document: str, question: int = 1, store_pause_s: float = 0.0) -> Prompt:
-    """A prompt of three parts; the first two are shared by whoever asks about the same document."""
-    parts = (
-        Part("system prompt", SYSTEM),
-        Part(document, DOCUMENT),
-        Part(f"{document}, question {question}", QUESTION),
-    )
-    return Prompt(parts, store_pause_s)
+class Stage:
+    """The two engines and the server, up and attached to each other."""
 
+    def __init__(self, programs: Programs, screen: Screen, place: Path, folder: Path, document: int) -> None:
+        self.screen = screen
+        draw = random.Random(SEED)
+        self.questions = [[draw.randrange(VOCABULARY) for _ in range(QUESTION)] for _ in range(2)]
+        self.document = [draw.randrange(VOCABULARY) for _ in range(document)]
 
-class Show:
-    """What the person sees, and the record of what happened. Plain lines where there is no terminal."""
+        screen.phase(f"vLLM for CPU, in {short(VLLM)}")
+        vllm = install_vllm(programs, screen, place / "install.log") / "vllm"
+        screen.phase(f"A model with random weights, in {short(CACHE / 'models')}")
+        model = make_model(programs, place / "model.log")
+        screen.phase("The server: kvcellar serve")
+        self.server = Server(programs, place, folder, MEMORY)
+        self.server.start()
 
-    def __init__(self, console: Console, server: Server, *, fast: bool) -> None:
-        self.console = console
-        self.server = server
-        self.engines: dict[str, EngineProcess] = {}
-        self.answers: dict[str, list[Answer]] = {}
-        self.failed = 0
-        self.pause_s = 0.1 if fast else 1.0
-        self._acts = 0
+        screen.phase("Engines A and B, side by side (30 to 60 s): vllm serve MODEL --kv-transfer-config \\")
+        transfer = transfer_config(self.server.socket)
+        logs = [place / f"engine-{name}.log" for name in "AB"]
+        screen.note(f"'{transfer}'", "cyan")
+        self.a, self.b = (
+            Engine(name, programs, serve_command(vllm, model, transfer, document + CHUNK, cores), log)
+            for name, cores, log in zip("AB", two_cores_each(), logs, strict=True)
+        )
+        for engine in (self.a, self.b):
+            engine.wait_ready()
+            engine.ask(self.questions[0])  # the first prompt of an engine's life is slow, whatever it is
+        self.server.wait_attached(engines=2)
 
-    def act(self, title: str) -> None:
-        self._acts += 1
-        self.console.print(f"\n[bold]{self._acts}. {title}[/]")
-        if self._acts > 1:
-            time.sleep(self.pause_s)
-
-    def expect(self, condition: bool, sentence: str) -> None:
-        self.failed += not condition
-        mark = "[green]✔[/]" if condition else "[red]✘ NOT TRUE:[/]"
-        self.console.print(f"   {mark} {sentence}")
-
-    def ask(self, name: str, prompt: Prompt) -> Answer:
-        self.engines[name].ask(prompt)
-        return self.hear(name, prompt)
-
-    def hear(self, name: str, prompt: Prompt) -> Answer:
-        answer = self.engines[name].answer()
-        self.answers.setdefault(name, []).append(answer)
-        reused, seconds = f"{answer.reused:5,} of {answer.tokens:,}", f"{answer.first_token_s:.2f} s"
-        what = f"{prompt.parts[2].name:<21} {reused} tokens reused, first token after [cyan]{seconds}[/]"
-        self.console.print(f"   [bold]{name}[/]  {what}", soft_wrap=True)
-        if self.server.status is not None:
-            self.server.look()
+    def ask(self, engine: Engine, question: int) -> Answer:
+        answer = engine.ask(self.document + self.questions[question])
+        self.screen.note(
+            f"first token after {answer.first_token_s:.2f} s; "
+            f"{answer.reused:,} of {answer.prompt_tokens:,} prompt tokens came from KVCellar"
+        )
         return answer
 
-    def view(self) -> Group:
-        """The live part, drawn several times a second; asks nobody anything."""
-        status, table = self.server.status, Table.grid(padding=(0, 2))
-        held = f"{status.memory_used >> 20} of {status.memory_limit >> 20} MiB in use" if status else "gone"
-        table.add_row("server", Text(held, "" if status else "red"))
-        for name, engine in list(self.engines.items()):
-            doing, reused, computed = engine.doing
-            green, yellow = (round(tokens * BAR / (SHARED + QUESTION)) for tokens in (reused, computed))
-            rest = ("·" * (BAR - green - yellow), "dim")
-            bar = Text.assemble(("█" * green, "green"), ("█" * yellow, "yellow"), rest)
-            table.add_row(f"engine {name}", bar, Text(doing, "red" if doing == "killed" else ""))
-        legend = Text.assemble(("\n█", "green"), " from the cache  ", ("█", "yellow"), " computed")
-        return Group(legend, table)
+
+def two_cores_each() -> list[str]:
+    """As far as there are four. On all cores of a large machine the document would take no time."""
+    cores = sorted(os.sched_getaffinity(0))
+    return [",".join(map(str, sorted({cores[n % len(cores)] for n in pair}))) for pair in ((0, 1), (2, 3))]
 
 
-# -- the story -----------------------------------------------------------------------------------------------
+def play(stage: Stage) -> str:
+    """Returns what it came to."""
+    screen, server, whole = stage.screen, stage.server, len(stage.document)
+    screen.phase(f"Engine A is given a document of {whole:,} tokens, and a question")
+    cold = stage.ask(stage.a, question=0)
+    screen.expect(cold.reused == 0, "nobody had seen the document: A computed everything")
+    server.wait_stored(whole // CHUNK)
 
+    screen.phase("Engine B is given the same document, and another question")
+    warm = stage.ask(stage.b, question=1)
+    screen.expect(warm.reused == whole, "B computed only the question: the document was A's work")
 
-def first_time(show: Show) -> None:
-    show.act("Engine A is asked about three documents nobody has seen before")
-    cold = show.ask("A", about("manual"))
-    others = [show.ask("A", about(document)) for document in ("contract", "minutes")]
-    again = show.ask("A", about("manual", 2))
-    show.expect(cold.reused == 0, "the first prompt had to be computed from end to end")
-    show.expect(all(a.reused == SYSTEM for a in others), "the others found the system prompt they share")
-    show.expect(again.reused == SHARED, "a second question about a document computes only the question")
-
-
-def second_engine(show: Show) -> None:
-    show.act("Engine B, another process, is asked about the same documents")
-    answers = [show.ask("B", about(document, 3)) for document in ("manual", "contract", "minutes")]
-    show.expect(all(a.reused == SHARED for a in answers), "B computed nothing that A had computed")
-
-
-def kill_engine(show: Show) -> None:
-    show.act("Engine A reads a report, and is killed (kill -9) while it stores it")
-    server, victim = show.server, show.engines["A"]
-    chunks = server.chunks()
-    victim.ask(about("report", store_pause_s=show.pause_s / 4))
-    storing = victim.wait_storing()
-    show.engines["B"].ask(about("contract", 4))
-    victim.kill()
-    beside = show.hear("B", about("contract", 4))
-    show.expect(
-        beside.reused == SHARED,
-        f"A died at chunk {storing.copied + 1} of {storing.chunks}; B noticed nothing",
-    )
-    gone = wait_until(lambda: not server.knows("A") and server.is_idle())
-    show.expect(gone and server.chunks() == chunks, "whatever A held or had half written is free again")
-    first, second = show.ask("B", about("report", 2)), show.ask("B", about("report", 3))
-    show.expect(first.reused == SYSTEM, "nobody finds the half of the report: B computes it")
-    show.expect(second.reused == SHARED, "and now it is there")
-
-
-def kill_server(show: Show) -> None:
-    show.act("The server is killed (kill -9), and started again")
-    server = show.server
-    chunks = server.chunks()
+    screen.phase("The server is killed (kill -9), and B is asked the same again")
     server.kill()
-    without = [show.ask("B", about(document, 5)) for document in ("manual", "report")]
-    show.expect(all(a.reused == 0 for a in without), "without a server B computes, and answers all the same")
+    computed = stage.ask(stage.b, question=1)
+    screen.expect(computed.reused == 0, "without a server B computes")
+    screen.expect(computed.tokens == warm.tokens, f"and gives the same {len(warm.tokens)} tokens")
+
+    screen.phase("The server is started again, and B is asked the same again")
     server.start()
-    show.expect(server.chunks() == chunks, f"the new server has all {chunks} chunks of the old one")
-    show.engines["B"].wait_attached()
-    answers = [show.ask("B", about(name, 6)) for name in ("manual", "contract", "minutes", "report")]
-    show.expect(all(a.reused == SHARED for a in answers), "B found it by itself, and every document in it")
-    show.expect(wait_until(server.is_idle), "nothing is held by anybody any more")
+    server.wait_attached(engines=2)
+    again = stage.ask(stage.b, question=1)
+    screen.expect(again.reused == whole, "A's work survived in shared memory, and B found it by itself")
+    screen.expect(again.tokens == warm.tokens, f"the same {len(warm.tokens)} tokens")
 
-
-# -- the end -------------------------------------------------------------------------------------------------
-
-
-def close(show: Show) -> int:
-    """Print what it came to; returns the exit code."""
-    sums = [summary(answers) for answers in show.answers.values()]
-    table = Table(title="\nWhat came of it", title_justify="left")
-    table.add_column("")
-    for name in show.answers:
-        table.add_column(f"engine {name}", justify="right")
-    for measure in sums[0]:
-        table.add_row(measure, *(one[measure] for one in sums))
-    show.console.print(table)
-    answers = [answer for several in show.answers.values() for answer in several]
-    checked, wrong = sum(a.checked_bytes for a in answers), sum(a.wrong_bytes for a in answers)
-    right = not wrong and not any(a.refused_chunks for a in answers)
-    show.expect(right, f"{wrong} wrong bytes among the {checked:,} that came from the cache")
-    share = sum(a.reused for a in answers) / sum(a.tokens for a in answers)
-    show.console.print(
-        "\nBefore an LLM engine can answer, it computes keys and values (KV) for all tokens of the prompt, "
-        f"and then throws them away. KVCellar kept them in shared memory: {share:.0%} of all prompt tokens "
-        "did not have to be computed, whichever engine had seen them first, although an engine and the "
-        "server itself were killed on the way."
+    return (
+        f"Engine B answered in {warm.first_token_s:.2f} s instead of {computed.first_token_s:.2f} s: "
+        f"{warm.reused:,} of {warm.prompt_tokens:,} prompt tokens came from engine A's work."
     )
-    return 1 if show.failed else 0
 
 
-def summary(answers: list[Answer]) -> dict[str, str]:
-    tokens, reused = sum(a.tokens for a in answers), sum(a.reused for a in answers)
-    cold = statistics.median([a.first_token_s for a in answers if not a.reused] or [math.nan])
-    warm = statistics.median([a.first_token_s for a in answers if a.reused >= SHARED] or [math.nan])
-    return {
-        "prompts answered": f"{len(answers)}",
-        "tokens in them": f"{tokens:,}",
-        "  computed": f"{tokens - reused:,}",
-        "  reused": f"{reused:,}",
-        "first token, nothing reused": f"{cold:.2f} s",
-        "first token, document reused": f"{warm:.2f} s",
-        "speed-up": f"{cold / warm:.0f} x",
-        "bytes from the cache, all checked": f"{sum(a.checked_bytes for a in answers):,}",
-        "wrong bytes": f"{sum(a.wrong_bytes for a in answers)}",
-    }
+def run(memory: Path, document: int, screen: Screen) -> int:
+    """The whole show, in places of its own; at the end, whatever end, every process and file is gone."""
+    check_room(memory)
+    interrupts = Interrupts()
+    with ExitStack() as cleanup:
+        with interrupts.held():
+            place = cleanup.enter_context(kept_after_failure())
+            folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="kvcellar-demo-", dir=memory))
+        if screen.is_terminal:
+            cleanup.enter_context(screen.live())
+        programs = cleanup.enter_context(Programs(interrupts, place))
+        cleanup.callback(screen.phase, "Stopping the engines and the server")
+        cleanup.callback(interrupts.ignore)
+        outcome = play(Stage(programs, screen, place, Path(folder), document))
+    if screen.failed:
+        return 1
+    screen.conclude(outcome)
+    return 0
 
 
-def run(folder: Path, console: Console, *, fast: bool) -> int:
-    """The whole show, in a place of its own; at the end, whatever end, every process and file is gone."""
-    check_room(folder, MEMORY)
-    speed = FAST_TOKENS_PER_S if fast else TOKENS_PER_S
-    with tempfile.TemporaryDirectory(prefix="kvcellar-demo-", dir=folder) as place, ExitStack() as cleanup:
-        server = Server(Path(place), MEMORY)
-        cleanup.callback(server.kill)
-        show = Show(console, server, fast=fast)
-        if console.is_terminal:
-            cleanup.enter_context(
-                Live(console=console, get_renderable=show.view, refresh_per_second=10, transient=True)
-            )
-        show.act(f"A server with {MEMORY >> 20} MiB of shared memory, and two engines")
-        server.start()
-        for name in ("A", "B"):
-            show.engines[name] = EngineProcess(name, server, Path(place), speed)
-            cleanup.callback(show.engines[name].kill)
-        for engine in show.engines.values():
-            engine.wait_attached()
-        console.print(f"   The engines are simulated: they compute {speed:,} tokens per second.")
-        for act in (first_time, second_engine, kill_engine, kill_server):
-            act(show)
-    return close(show)
+@contextlib.contextmanager
+def kept_after_failure() -> Iterator[Path]:
+    """A folder for logs and the socket."""
+    place = Path(tempfile.mkdtemp(prefix="kvcellar-demo-"))
+    try:
+        yield place
+    except DemoError:
+        raise
+    except BaseException:
+        shutil.rmtree(place)
+        raise
+    shutil.rmtree(place)
 
 
-def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-    """Once: cleaning up is not interrupted."""
-    for one in INTERRUPTS:
-        signal.signal(one, signal.SIG_IGN)
-    raise SystemExit(128 + number)
+def check_room(folder: Path) -> None:
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise DemoError(f"{folder} is not a folder I can write to; choose another with --folder.")
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if free < MEMORY:
+        raise DemoError(
+            f"The demo needs {MEMORY >> 20} MiB in {folder}, and {free >> 20} MiB are free. Make room, "
+            "enlarge it (docker run --shm-size=1g), or choose another folder with --folder."
+        )
+
+
+def document_length(text: str) -> int:
+    length = int(text) if text.isdecimal() else 0
+    if not CHUNK <= length <= LONGEST or length % CHUNK:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a multiple of {CHUNK}, at most {LONGEST}")
+    return length
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--fast", action="store_true", help="a few seconds, for tests")
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="a tmpfs [default: /dev/shm]")
+    parser = argparse.ArgumentParser(
+        prog="make demo", usage='make demo [ARGS="..."]', description=__doc__, epilog=HELP_END
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--tokens",
+        type=document_length,
+        default=DOCUMENT,
+        help=f"length of the document, a multiple of {CHUNK} [default: {DOCUMENT}]",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("/dev/shm"),
+        help=f"where the server keeps KV: a tmpfs with {MEMORY >> 20} MiB free [default: /dev/shm]",
+    )
     args = parser.parse_args()
-    for one in INTERRUPTS:
-        signal.signal(one, interrupt)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a tick shows a question mark
-    console = Console(highlight=False)
     try:
-        return run(args.folder, console, fast=args.fast)
-    except (DemoError, CellarError) as error:
-        print(f"demo: {error}", file=sys.stderr)
+        return run(args.folder, args.tokens, Screen(Console(highlight=False)))
+    except DemoError as error:
+        print_failure(error)
         return 1
+
+
+def print_failure(error: DemoError) -> None:
+    print(f"demo: {error}", file=sys.stderr)
+    if error.log is not None:
+        lines = error.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        print(f"The end of {error.log}:", *(f"  {line}" for line in lines), sep="\n", file=sys.stderr)
 
 
 if __name__ == "__main__":

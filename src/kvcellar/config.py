@@ -9,7 +9,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -101,7 +101,7 @@ class _Setting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    name: Annotated[str, _Setting(_name, "Name of this server; several may live on one host.")] = "default"
+    name: Annotated[str, _Setting(_name, "Name of the server; several may live on one host.")] = "default"
     memory: Annotated[
         int | None,
         _Setting(_size, "Shared memory to use at most, e.g. 64GiB. [default: half of what is free]"),
@@ -110,7 +110,7 @@ class Settings:
         Path | None, _Setting(_path, "Where slabs live: a tmpfs. [default: /dev/shm/kvcellar-UID/NAME]")
     ] = None
     socket: Annotated[
-        Path | None, _Setting(_path, "Socket to listen on. [default: /tmp/kvcellar-UID/NAME.sock]")
+        Path | None, _Setting(_path, "The server's socket. [default: /tmp/kvcellar-UID/NAME.sock]")
     ] = None
     hold_percent: Annotated[
         int, _Setting(_percent, "Share of the memory that one engine may keep pinned.")
@@ -154,7 +154,10 @@ class Settings:
 _SETTINGS: dict[str, _Setting] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(Settings, include_extras=True).items()
 }
-HELP = {name: setting.help for name, setting in _SETTINGS.items()}
+HELP = {
+    field.name: _SETTINGS[field.name].help + (f" [default: {field.default}]" if field.default else "")
+    for field in fields(Settings)
+}
 
 
 def load_settings(flags: Mapping[str, str | None], config_file: str | None = None) -> Settings:

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, one per kind of KV cache that the connector must carry.
+"""Tiny models with random weights, one per kind of KV cache that the connector must carry, and the demo's.
 
 A model is a folder of a config and float32 safetensors, 10 to 20 MB, the same on every run. The weights are
 drawn so that every layer's attention picks a few tokens out of hundreds (see SHARP): the next token then
@@ -12,6 +12,7 @@ Making a model needs torch and transformers, so this file is also a program for 
 # mypy: disable-error-code="import-not-found"
 
 import hashlib
+import inspect
 import math
 import os
 import shutil
@@ -25,7 +26,7 @@ SEED = 20
 # How large queries and keys are. Attention scores then spread by about its square, 2.25, so that a head
 # listens to some ten of a thousand tokens.
 SHARP = 1.5
-_FACTORS = {"q_proj": SHARP, "k_proj": SHARP, "kv_a_proj": SHARP, "o_proj": 3.0}
+_SHARPENED = ("q_proj", "k_proj", "kv_a_proj")
 
 
 class Kind(NamedTuple):
@@ -37,6 +38,7 @@ class Kind(NamedTuple):
     block: int  # tokens of a block that vLLM settles on
     window: int | None = None  # tokens, of the layers that have one
     embedding: float = 1.0  # spread of the embedding, before the model scales it
+    sharp: float = SHARP
 
 
 _SMALL = {
@@ -100,13 +102,30 @@ KINDS = {
         {},
         block=128,
     ),
+    # For `make demo`: 600 MB, wide and shallow, so that two cores need seconds for a prompt of thousands of
+    # tokens whose KV is only 4 KiB a token. In float32: bfloat16 rounds differently for a whole prompt than
+    # for its end, which may turn a token. So many tokens need a sharper ear.
+    "demo": Kind(
+        "llama",
+        _SMALL
+        | {
+            "num_hidden_layers": 4,
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "num_attention_heads": 24,
+            "max_position_embeddings": 16384,
+        },
+        {},
+        block=128,
+        sharp=2.0,
+    ),
 }
 
 
 def model_folder(kind: str, cache: Path) -> Path:
-    """Where the model is or will be. Another version of this file makes another folder."""
-    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    return cache / f"{kind}-{digest}"
+    """Where the model is or will be. A kind that changes, or is built otherwise, gets another folder."""
+    recipe = f"{KINDS[kind]} {SEED} {_SHARPENED} {inspect.getsource(_build)} {inspect.getsource(_spread)}"
+    return cache / f"{kind}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
 
 
 def make_model(kind: str, cache: Path) -> Path:
@@ -139,16 +158,20 @@ def _build(kind: Kind, folder: Path) -> None:
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             if name.endswith(("q_norm.weight", "k_norm.weight")):
-                weight.fill_(SHARP - 1)  # Gemma adds 1
+                weight.fill_(kind.sharp - 1)  # Gemma adds 1
             elif weight.dim() > 1:
-                spread = kind.embedding if "embed" in name else _spread(name, weight.shape[-1])
+                spread = kind.embedding if "embed" in name else _spread(kind, name, weight.shape[-1])
                 weight.copy_(torch.randn(weight.shape, generator=generator) * spread)
     model.save_pretrained(folder, safe_serialization=True)
 
 
-def _spread(name: str, inputs: int) -> float:
-    """Keeps activations near 1, queries and keys near SHARP, and makes up for what a mean of values loses."""
-    factor = next((factor for part, factor in _FACTORS.items() if part in name), 1.0)
+def _spread(kind: Kind, name: str, inputs: int) -> float:
+    """Keeps activations near 1, queries and keys near `sharp`, and makes up for what a mean of values
+    loses.
+    """
+    factor = 3.0 if "o_proj" in name else 1.0
+    if any(part in name for part in _SHARPENED):
+        factor = kind.sharp
     return factor / math.sqrt(inputs)
 
 

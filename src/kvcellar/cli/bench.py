@@ -14,7 +14,10 @@ Quick = Annotated[bool, typer.Option("--quick", help="A few seconds, for a first
 
 @app.command()
 def copy(as_json: Json = False, quick: Quick = False) -> None:
-    """Store and load through shared memory with the integrity check on, beside plain memcpy."""
+    """Copies through shared memory.
+
+    Stores and loads with the integrity check on, beside plain memcpy.
+    """
     from kvcellar.bench.copy import copy_table, run_copy  # noqa: PLC0415 - heavy
 
     result = run_copy(quick=quick)
@@ -27,7 +30,10 @@ def control(
     quick: Quick = False,
     peer: Annotated[str, typer.Option(help="Run a peer through the same operations: lmcache.")] = "",
 ) -> None:
-    """Start-up, round trips, lookups and store bookkeeping of a real server on this machine."""
+    """Start-up, round trips, lookups, stores.
+
+    What a real server on this machine needs for them; no KV is copied.
+    """
     from kvcellar.bench.control import control_table, run_control  # noqa: PLC0415 - heavy
 
     result = run_control(quick=quick, peer=peer)

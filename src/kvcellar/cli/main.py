@@ -17,8 +17,19 @@ from kvcellar.cli.simulate import simulate, trace
 from kvcellar.config import HELP, load_settings
 from kvcellar.errors import CellarError, StartupError, Unavailable
 
+# \b keeps the lines of a paragraph as they are.
+_HELP = """KVCellar keeps the KV cache that LLM engines throw away.
+
+\b
+One server per host, any number of engines, and a look at what they share:
+  kvcellar serve
+  vllm serve MODEL --kv-transfer-config '{"kv_connector":"KVCellarConnector",
+    "kv_connector_module_path":"kvcellar.vllm","kv_role":"kv_both"}'
+  kvcellar status
+"""
+
 app = typer.Typer(
-    help="KVCellar keeps the KV cache that LLM engines throw away.",
+    help=_HELP,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -61,9 +72,11 @@ def serve(
     log_level: Annotated[Text, _flag("log_level")] = None,
     config: Config = None,
 ) -> None:
-    """Run the server of this host until SIGTERM or Ctrl-C; its memory stays for the next one to adopt.
+    """Run the server of this host.
 
-    Every flag can also be given as KVCELLAR_<FLAG> or in a TOML file (--config); flags win, then variables.
+    No flag is needed. It runs until SIGTERM or Ctrl-C; what it holds stays in shared memory, and the next one
+    goes on with it (`kvcellar clear` frees it). Every flag can also be given as KVCELLAR_<FLAG> or in a TOML
+    file (--config); flags win, then variables.
     """
     flags = {key: value for key, value in locals().items() if key not in ("config", "tier")}
     flags["tier"] = " ".join(tier) if tier else None
@@ -83,7 +96,7 @@ def serve(
 
 @app.command()
 def status(name: Name = None, socket: Socket = None, as_json: Json = False, config: Config = None) -> None:
-    """Show what the server holds, for whom, and how well it does."""
+    """Show what the server holds, and for whom."""
     from kvcellar.cli.status import fetch_status, print_status  # noqa: PLC0415 - rich takes its time
 
     report = fetch_status(_socket(name, socket, config))
@@ -123,7 +136,10 @@ def pin(
     socket: Socket = None,
     config: Config = None,
 ) -> None:
-    """Keep a namespace: none of its chunks is evicted until the pin is taken off or the server stops."""
+    """Evict nothing of a namespace.
+
+    Until the pin is taken off or the server stops.
+    """
     from kvcellar.client import AdminClient  # noqa: PLC0415 - numpy takes its time
 
     wanted = _namespace_id(namespace)
