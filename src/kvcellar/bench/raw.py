@@ -80,6 +80,7 @@ def _redis(url: str) -> _Client:
         known = mine.__dict__.setdefault("sockets", {})
         if place not in known:
             known[place] = socket.create_connection(place)
+            known[place].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection: socket.socket = known[place]
         connection.sendall(head)
         if value is not None:
