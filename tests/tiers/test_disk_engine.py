@@ -86,18 +86,6 @@ def test_what_is_read_again_outlives_what_is_not(tmp_path):
     engine.close()
 
 
-def test_a_newcomer_is_not_evicted_by_the_next(tmp_path):
-    """All that was there has been used, so second chances would all be theirs."""
-    engine = DiskEngine(tmp_path, 2 * MIB)
-    for number in range(300):
-        engine.write(name_of(number), buffer(5000, seed=number))
-    assert len(readable(engine, 300)) > 200
-    for number in range(300, 330):
-        engine.write(name_of(number), buffer(5000, seed=number))
-    assert engine.exist([name_of(number) for number in range(300, 330)]) == [True] * 30
-    engine.close()
-
-
 def test_a_slot_that_is_being_read_is_not_overwritten(tmp_path):
     engine = DiskEngine(tmp_path, 2 * MIB)
     engine.write(name_of(0), buffer(5000, seed=0))

@@ -93,8 +93,6 @@ class Books:
 
     def publish(self, stripe: Stripe) -> None:
         stripe.ready = True
-        # Or, where all others have been used, the first chunk of a prefix would go for the second.
-        stripe.visited = True
         sizes = self._class_of(stripe.place)
         sizes.policy.admit(stripe)
         self._written += sizes.slot_bytes
