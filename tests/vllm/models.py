@@ -54,6 +54,8 @@ _SMALL = {
 
 KINDS = {
     "gqa": Kind("llama", _SMALL | {"num_hidden_layers": 4}, {}, block=128),
+    # One KV head: with more ranks than that, each has a copy of it.
+    "mqa": Kind("llama", _SMALL | {"num_hidden_layers": 2, "num_key_value_heads": 1}, {}, block=128),
     "mla": Kind(
         "deepseek_v3",
         _SMALL

@@ -21,11 +21,23 @@ pytestmark = pytest.mark.timeout(600)
 CHUNK = 128
 
 
+# Drafts found in the prompt, with no KV of their own.
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
 class Case(NamedTuple):
     kind: str
     options: dict[str, Any] = {}  # noqa: RUF012 - never changed
     groups: int = 1
     prefix_caching: bool = True  # vLLM has none for MLA on a CPU
+
+    @property
+    def ranks(self) -> int:
+        return int(self.options.get("tensor_parallel_size", 1))
+
+    @property
+    def shards(self) -> int:
+        return 1 if self.kind == "mla" else self.ranks
 
 
 CASES = {
@@ -34,7 +46,9 @@ CASES = {
     "hybrid": Case("hybrid", groups=2),
     "hybrid, one group": Case("hybrid", {"disable_hybrid_kv_cache_manager": True}),
     "moe": Case("moe"),
+    "gqa, drafts": Case("gqa", {"speculative_config": NGRAM}),
     "gqa, tp 2": Case("gqa", {"tensor_parallel_size": 2}),
+    "mqa, tp 2": Case("mqa", {"tensor_parallel_size": 2}),
     "mla, tp 2": Case("mla", {"tensor_parallel_size": 2}, prefix_caching=False),
 }
 
@@ -54,6 +68,31 @@ def is_attached(server: ServerProcess, ranks: int) -> bool:
     return connected == [[-1, *range(ranks)]] * 2
 
 
+def chunks_of(salt: str, prompt: list[int], tokens: tuple[int, ...]) -> set[tuple[str, tuple[int, ...]]]:
+    """What there is to store of a request. Nothing is computed for its last token."""
+    text = (*prompt, *tokens[:-1])
+    return {(salt, text[:end]) for end in range(CHUNK, len(text) + 1, CHUNK)}
+
+
+def check_books(case: Case, server: ServerProcess, chunks: int, used: int) -> None:
+    """The server's own books: a stripe for each chunk, of one object a shard; a share in each hit for every
+    rank, and in each store for one rank a shard.
+    """
+    [report] = server.status().namespaces
+    assert len(report.groups) == case.groups
+    assert report.shards == case.shards
+    assert all(len(group.slot_bytes) == case.shards for group in report.groups)
+    if case.groups == 1:  # of a window's chunks only some are stored
+        eventually(lambda: server.status().namespaces[0].groups[0].stripes == chunks)
+    [counts] = [session.counts for session in server.status().sessions if session.counts.get("hit_chunks")]
+    assert counts["hits"] >= used > 0
+    assert counts["read_shares"] == counts["hits"] * case.ranks
+    assert counts["write_shares"] == counts["stores"] * case.shards
+    if case.groups == 1:
+        eventually(lambda: not server.leases())
+        assert counts["committed"] == counts["reserved"] == chunks
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_from_the_cache_are_those_of_computing(
     name: str, serve: ServerProcess, tmp_path: Path
@@ -71,25 +110,32 @@ def test_tokens_from_the_cache_are_those_of_computing(
         truth = [answer.tokens[0] for answer in cold]
         assert [answer.cached[0] for answer in cold] == [0] * len(prompts)
 
-        assert first.round(prompts).tokens == truth
-        reloaded = first.round(prompts)
-        assert reloaded.tokens == truth
+        warm, reloaded = first.round(prompts), first.round(prompts)
+        assert warm.tokens == reloaded.tokens == truth
         block = first.ready()["block"]
         assert reloaded.cached == [
             min(tokens, (len(p) - 1) // block * block) for tokens, p in zip(whole, prompts, strict=True)
         ]
-        [report] = serve.status().namespaces
-        assert len(report.groups) == case.groups
-        assert report.shards == (2 if name == "gqa, tp 2" else 1)
+        stored = {
+            chunk
+            for number, (prompt, tokens) in enumerate(zip(prompts, truth, strict=True))
+            for salt in ("", f"alone {number}")
+            for chunk in chunks_of(salt, prompt, tokens)
+        }
+        check_books(case, serve, len(stored), used=sum(map(bool, warm.cached + reloaded.cached)))
 
+        grown = prompts[-1] + list(first.round([prompts[-1]], max_tokens=CHUNK + 8).tokens[0])
         second.round([prompts[0]], salt="to be known to the server")
         serve.restart()
-        eventually(lambda: is_attached(serve, ranks=case.options.get("tensor_parallel_size", 1)))
+        eventually(lambda: is_attached(serve, case.ranks))
         loaded = second.round(prompts)
         assert loaded.tokens == truth
         assert loaded.cached == reloaded.cached
         assert loaded.external[0] > 0
         assert hit_chunks(serve) > 0
+        continued = second.round([grown])
+        assert continued.tokens == first.round([grown], salt="grown").tokens
+        assert continued.cached == [len(grown) // CHUNK * CHUNK], "a chunk that was decoded is not here"
         again = second.round([prompt + prompt[: CHUNK // 2] for prompt in prompts])
         assert again.tokens == [
             first.round([p + p[: CHUNK // 2]], salt=f"longer {n}").tokens[0] for n, p in enumerate(prompts)

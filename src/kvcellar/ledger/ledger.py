@@ -288,6 +288,9 @@ class Ledger:
     ) -> LeaseId:
         parallel = room.namespace.parallel
         ranks = parallel.writer_ranks if writing else range(parallel.world_size)
+        what, shares = ("stores", "write_shares") if writing else ("hits", "read_shares")
+        session.counts[what] += 1
+        session.counts[shares] += len(ranks)
         lease_id = LeaseId(next(self._lease_ids))
         stripes = rows[0] if len(rows) == 1 else [stripe for row in rows for stripe in row]
         session.leases[lease_id] = Lease(lease_id, room, groups, chunks, stripes, ranks, writing=writing)
