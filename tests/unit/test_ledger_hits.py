@@ -90,6 +90,10 @@ def test_lookups_are_counted_in_chunks(one):
         "lookups": 1,
         "asked_chunks": 3,
         "hit_chunks": 2,
+        "stores": 1,
+        "write_shares": 1,
+        "hits": 1,
+        "read_shares": 1,
     }
 
 
