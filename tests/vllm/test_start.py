@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvcellar.wire.messages import PROTOCOL_VERSION
 from tests.server.engine import eventually
 from tests.vllm.harness import make_job, prompts_around_borders, start_engines, vllm_python
 
@@ -47,7 +48,7 @@ WRONG = {
     "a closed door": Wrong("no kvcellar server answers on {path}: the server closed the connection"),
     "not ours": Wrong("no server on {path}: Permission denied", more={"unprivileged": True}),
     "another version": Wrong(
-        "this server speaks protocol 99, not 1; install the same kvcellar on both sides"
+        f"this server speaks protocol 99, not {PROTOCOL_VERSION}; install the same kvcellar on both sides"
     ),
     "drafts": Wrong(DRAFTS),
 }
