@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test check bench chaos fuzz soak clean lint
+.PHONY: help demo test check bench chaos fuzz soak gpu clean lint
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | sed 's/^/  make /' | expand -t 16
@@ -18,9 +18,10 @@ test: lint ## Everything CI runs: lint, types, size budget, all tests
 check: lint ## The same with unit tests only; under a minute
 	$(BIN)/pytest tests/unit -q
 
-bench: $(READY) ## Measure the control path and the copy path
+bench: $(READY) ## Measure the control path, the copy path and tiers
 	$(BIN)/kvcellar bench control
 	$(BIN)/kvcellar bench copy
+	$(BIN)/kvcellar bench tiers
 
 chaos: $(READY) ## Kill and stall things at random; ARGS="..." is passed on
 	$(BIN)/python tests/chaos/run.py $(ARGS)
@@ -30,6 +31,10 @@ fuzz: $(READY) ## Feed the server broken messages; ARGS="..." is passed on
 
 soak: $(READY) ## Two real vLLM engines for hundreds of requests; ARGS="..." is passed on
 	$(BIN)/python -m tests.vllm.soak $(ARGS)
+
+gpu: ## On a GPU host that has vLLM: copies and real engines, checked; PYTHON=... picks vLLM's interpreter
+	PYTHONPATH=src:. $(PYTHON) -m bench.gpu.copy
+	PYTHONPATH=src:. $(PYTHON) -m bench.gpu.ttft kvcellar --prompts 20
 
 clean: ## Remove .venv, caches and build output
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

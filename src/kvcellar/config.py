@@ -13,12 +13,18 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
+from urllib.parse import quote
 
 from kvcellar.errors import ConfigError
 
 _MAX_BYTES = 1 << 50
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "KB": 10**3, "MB": 10**6}
 _UNITS |= {"GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+def fix_hash_seed() -> None:
+    """Give vLLM's block hashes the same seed in every engine, unless the user chose one."""
+    os.environ.setdefault("PYTHONHASHSEED", "0")
 
 
 def parse_bytes(text: str) -> int:
@@ -32,7 +38,7 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-def _memory(text: str) -> int:
+def _size(text: str) -> int:
     size = parse_bytes(text)
     if size < 1 << 20:
         raise ValueError("at least 1MiB")
@@ -60,10 +66,17 @@ def _percent(text: str) -> int:
 
 
 def _uids(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = text.replace(",", " ").split()
     if not all(part.isdecimal() for part in parts):
         raise ValueError("numeric user ids, separated by commas")
     return tuple(map(int, parts))
+
+
+def _tiers(text: str) -> tuple[str, ...]:
+    specs = tuple(text.split())
+    if not all("://" in spec for spec in specs):
+        raise ValueError("URLs such as disk:///var/cache/kv?size=200GiB, separated by spaces")
+    return specs
 
 
 def _level(text: str) -> str:
@@ -91,7 +104,7 @@ class Settings:
     name: Annotated[str, _Setting(_name, "Name of this server; several may live on one host.")] = "default"
     memory: Annotated[
         int | None,
-        _Setting(_memory, "Shared memory to use at most, e.g. 64GiB. [default: half of what is free]"),
+        _Setting(_size, "Shared memory to use at most, e.g. 64GiB. [default: half of what is free]"),
     ] = None
     folder: Annotated[
         Path | None, _Setting(_path, "Where slabs live: a tmpfs. [default: /dev/shm/kvcellar-UID/NAME]")
@@ -109,6 +122,16 @@ class Settings:
     grace_seconds: Annotated[
         float, _Setting(_seconds, "How long a restarted server waits for the engines it knew.")
     ] = 30.0
+    disk: Annotated[
+        Path | None, _Setting(_path, "Folder of the disk tier: an empty one, or one it had before.")
+    ] = None
+    disk_size: Annotated[
+        int | None,
+        _Setting(_size, "Disk to use at most, e.g. 200GiB. [default: half of what is free]"),
+    ] = None
+    tier: Annotated[
+        tuple[str, ...], _Setting(_tiers, "A further tier, as a URL; may be repeated, nearest first.")
+    ] = ()
     log_level: Annotated[str, _Setting(_level, "debug, info, warning or error.")] = "info"
 
     @property
@@ -118,6 +141,14 @@ class Settings:
     @property
     def socket_path(self) -> Path:
         return self.socket or Path(f"/tmp/kvcellar-{os.geteuid()}") / f"{self.name}.sock"
+
+    @property
+    def tier_urls(self) -> tuple[str, ...]:
+        """All tiers, nearest first."""
+        if self.disk is None:
+            return self.tier
+        size = f"?size={self.disk_size}" if self.disk_size is not None else ""
+        return (f"disk://{quote(str(self.disk))}{size}", *self.tier)
 
 
 _SETTINGS: dict[str, _Setting] = {
@@ -141,7 +172,15 @@ def load_settings(flags: Mapping[str, str | None], config_file: str | None = Non
             if text is not None:
                 values[name] = _parse(source, text, setting.parse)
                 break
-    return Settings(**values)
+    settings = Settings(**values)
+    if settings.disk_size is not None and settings.disk is None:
+        raise ConfigError("--disk-size without --disk: name the folder too")
+    return settings
+
+
+def environment(name: str) -> str | None:
+    """A variable that a setting names, such as the one that holds a password."""
+    return os.environ.get(name)
 
 
 def default_socket() -> Path:
@@ -169,4 +208,4 @@ def _read_file(path: Path) -> dict[str, str]:
 
 
 def _as_text(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -14,6 +14,7 @@
         DeadlineExceeded    no answer in time
         Draining            the server is shutting down
         Overloaded          too much outstanding on this connection
+        EngineError         a tier's storage engine cannot do it now
       Corrupt               bytes do not match their checksum or header
       StartupError          the server cannot start; the message says what to do
         ConfigError         a setting is wrong
@@ -76,6 +77,12 @@ class Draining(Unavailable):
 
 class Overloaded(Unavailable):
     code = "overloaded"
+
+
+class EngineError(Unavailable):
+    """The message says why, without credentials."""
+
+    code = "tier"
 
 
 class Corrupt(CellarError):

@@ -87,6 +87,16 @@ class Slab:
         )
         self._slots: Bytes = self._bytes[shape.header_bytes :].reshape(shape.slots, shape.slot_bytes)
 
+    @property
+    def memory(self) -> memoryview:
+        """All of it."""
+        return self._bytes.data
+
     def slot(self, number: int) -> Bytes:
         view: Bytes = self._slots[number]
         return view
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Address and bytes of the mapping."""
+        return self._bytes.ctypes.data, self._bytes.nbytes

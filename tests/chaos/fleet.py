@@ -20,7 +20,7 @@ import msgspec
 from kvcellar.client import AdminClient
 from kvcellar.errors import Unavailable
 from tests.chaos.report import News
-from tests.chaos.world import MEMORY, SPACES, Plan
+from tests.chaos.world import DISK, MEMORY, SPACES, Plan
 
 REPOSITORY = Path(__file__).parents[2]
 _READY_S, _EXIT_S = 10.0, 10.0
@@ -128,6 +128,7 @@ class Server:
         """Returns when it answers."""
         began = time.monotonic()
         flags = {"socket": self.socket, "folder": self.folder, "memory": MEMORY, "drain-seconds": 1}
+        flags |= {"disk": self.socket.with_name("disk"), "disk-size": DISK}
         pairs = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
         self.child = Child("server", ["kvcellar", "serve", *pairs], self.log)
         while not self._answers():

@@ -18,12 +18,22 @@ from tests.chaos.world import PROMPTS, SPACES, prompt
 
 _LOOKUP_S, _FLUSH_S, _CLOSE_S = 0.05, 0.2, 4.5
 _RESERVE_S = 10.0  # an answer, or a miss, comes at last, whatever is stopped or killed
+_WAIT_S = 0.5
 _UNDER_WAY = 8  # leases that ranks are working on, at most
 
 
 class _Reservation(NamedTuple):
     keys: tuple[ChunkKey, ...]
     asked: float
+
+
+class _Wait(NamedTuple):
+    """A lookup that waits for tiers, with what memory had."""
+
+    hit: Grant
+    keys: tuple[ChunkKey, ...]
+    asked: float
+    patience: float  # after which the engine goes on without
 
 
 class _Work:
@@ -45,6 +55,7 @@ class Planner:
         self._random = random.Random(session)
         self._work: dict[int, _Work] = {}
         self._reserved: dict[int, _Reservation] = {}
+        self._waits: dict[int, _Wait] = {}  # by ticket
         self._ranks: dict[int, Lines] = {}
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._door.bind(str(door))
@@ -53,12 +64,13 @@ class Planner:
     def run(self, closed: threading.Event) -> None:
         told_idle = False
         while not closed.is_set():
-            if not self.stop_asking.is_set() and len(self._work) < _UNDER_WAY:
+            if not self.stop_asking.is_set() and len(self._work) + len(self._waits) < _UNDER_WAY:
                 self._ask()
             self._flush_and_collect()
             self._hear(self._random.uniform(0.001, 0.008))
             self._check_reservations()
-            idle = self.stop_asking.is_set() and not self._work and not self._reserved
+            self._check_waits()
+            idle = self.stop_asking.is_set() and not (self._work or self._reserved or self._waits)
             if idle and not told_idle:
                 self._reporter.publish(idle=True)
             told_idle = idle
@@ -76,8 +88,37 @@ class Planner:
         keys = prompt(self._random.randrange(PROMPTS))
         keys = keys[: self._random.randint(1, len(keys))]
         with self._reporter.timed("lookup", _LOOKUP_S):
-            hit = self._client.lookup(keys, _LOOKUP_S)
+            wait = self._random.choice((0.0, 0.02, _WAIT_S))
+            hit = self._client.lookup(keys, _LOOKUP_S, wait)
         self._reporter.count(lookups=1, hit_chunks=hit.chunks, **{f"miss: {hit.reason}": bool(hit.reason)})
+        if hit.ticket:
+            patience = self._random.choice((0.0, self._random.uniform(0.0, 0.05), _RESERVE_S))
+            self._waits[hit.ticket] = _Wait(hit, keys, time.monotonic(), patience)
+            return
+        self._go_on(hit, keys)
+
+    def _check_waits(self) -> None:
+        for ticket, wait in list(self._waits.items()):
+            waited = time.monotonic() - wait.asked
+            brought = self._client.brought(ticket)
+            if brought is None and waited < wait.patience:
+                continue
+            del self._waits[ticket]
+            if brought is None:
+                if wait.patience == _RESERVE_S:
+                    self._reporter.broken("a lookup that waits for tiers was never answered")
+                self._client.give_up(ticket)
+            elif brought.lease:
+                self._reporter.count(brought_chunks=brought.chunks - wait.hit.chunks)
+                if wait.hit.lease:
+                    self._client.release(wait.hit.lease, 0, wait.hit.chunks)
+                    self._client.forget(wait.hit.lease)
+                self._go_on(brought, wait.keys)
+                continue
+            self._go_on(wait.hit, wait.keys)
+
+    def _go_on(self, hit: Grant, keys: tuple[ChunkKey, ...]) -> None:
+        """Read what was found, and store the rest."""
         if hit.lease:
             self._use(hit, keys[: hit.chunks], writing=False)
         if hit.chunks < len(keys) and not hit.reason:

@@ -78,7 +78,15 @@ class Score:
         for kind, number in sorted(self.faults.items()):
             table.add_row(kind, f"{number:,}")
         table.add_section()
-        for name in ("requests", "lookups", "stores", "hit_chunks", "objects_loaded", "gave_up"):
+        for name in (
+            "requests",
+            "lookups",
+            "stores",
+            "hit_chunks",
+            "brought_chunks",
+            "objects_loaded",
+            "gave_up",
+        ):
             table.add_row(name.replace("_", " "), f"{self.counts[name]:,}")
         for name in sorted(name for name in self.counts if name.startswith("miss: ") and self.counts[name]):
             table.add_row(name.replace("_", " "), f"{self.counts[name]:,}")

@@ -12,4 +12,5 @@ def test_nothing_is_wrong_late_or_lost_under_faults():
     assert not score.violations()
     assert score.faults["kill server"] > 0
     assert score.counts["objects_loaded"] > 1000
+    assert score.counts["brought_chunks"] > 100
     assert score.restarts

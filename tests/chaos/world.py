@@ -29,6 +29,7 @@ MAX_CHUNKS = ROOT_CHUNKS + BRANCH_CHUNKS
 
 # Everything of all namespaces takes about 83 MiB: half of it fits, and there is always something to evict.
 MEMORY = 40 << 20
+DISK = 60 << 20  # the disk has to evict too
 
 
 class Plan(NamedTuple):

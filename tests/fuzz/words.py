@@ -104,6 +104,8 @@ class Words(Values):
                 m.Unmapped(space, self.random.randrange(64), self.random.randrange(1 << 14)),
                 m.Register(self.random.choice(NAMESPACES)),
                 m.Lookup(space, self.keys(3)),
+                m.Lookup(space, self.keys(3), self.random.choice((1, 50, m.MAX_WAIT_MS))),
+                m.Abandon(self.random.randrange(5)),
                 m.Reserve(space, self.keys(3)),
             )
         )
@@ -239,7 +241,7 @@ class Words(Values):
     def _wrong_version(self, attached: bool) -> bytes:
         if attached:
             return self._noise_in_frame(attached)
-        version = self.random.choice((0, -1, 2, 1 << 63))
+        version = self.random.choice((0, -1, m.PROTOCOL_VERSION + 1, 1 << 63))
         return encode(m.Hello(version, "scheduler", self._session))
 
     _ENDINGS: ClassVar[dict[str, tuple[Callable[["Words", bool], bytes], bool]]] = {

@@ -87,6 +87,25 @@ class Engine:
     def lookup(self, count: int, seed: int = 0, timeout: float = 5.0) -> Grant:
         return self.scheduler.lookup(keys(count, seed), timeout)
 
+    def bring(self, count: int, seed: int = 0, wait: float = 10.0) -> Grant:
+        """The whole hit, tiers included; what memory had at once is given back for it."""
+        grant = self.scheduler.lookup(keys(count, seed), 5.0, wait)
+        if not grant.ticket:
+            return grant
+        brought = self.wait_for(grant, wait + 5.0)
+        if not brought.lease:
+            return grant
+        self.give_back(grant)
+        return brought
+
+    def wait_for(self, grant: Grant, timeout: float = 10.0) -> Grant:
+        """What tiers had for a lookup with a ticket."""
+        brought: Grant = eventually(lambda: self.scheduler.brought(grant.ticket), timeout)
+        return brought
+
+    def lookup_and_wait(self, count: int, seed: int = 0) -> Grant:
+        return self.scheduler.lookup(keys(count, seed), 5.0, 60.0)
+
     def hit(self, count: int, seed: int = 0, timeout: float = 5.0) -> int:
         """How many chunks are found; they are given back at once."""
         grant = self.lookup(count, seed, timeout)
@@ -244,8 +263,8 @@ def _packed(value: Any) -> Any:
 
 def _unpacked(value: Any) -> Any:
     if isinstance(value, dict):
-        lease, chunks, places, reason = value["grant"]
-        return Grant(lease, chunks, [np.array(row, np.uint32) for row in places], reason)
+        grant = Grant(*value["grant"])
+        return grant._replace(places=[np.array(row, np.uint32) for row in grant.places])
     return value
 
 

@@ -142,6 +142,7 @@ def test_help_mentions_every_flag(kvcellar):
         ("pin",): ["--off", "--name", "--socket", "--config"],
         ("bench", "copy"): ["--json", "--quick"],
         ("bench", "control"): ["--json", "--quick", "--peer"],
+        ("bench", "tiers"): ["--json", "--quick", "--folder", "--tier"],
         (): ["serve", "status", "clear", "pin", "bench", "version"],
     }
     for command, words in flags.items():
@@ -162,6 +163,9 @@ WRONG = {
     "allow_uids": ["root", "1000,-1"],
     "drain_seconds": ["", "-1", "soon", "3601", "inf", "nan"],
     "grace_seconds": ["", "-1", "soon", "3601"],
+    "disk": [""],
+    "disk_size": ["", "lots", "-1", "1023KiB"],
+    "tier": ["disk", "disk:///a b"],
     "log_level": ["", "loud"],
 }
 

@@ -39,14 +39,14 @@ def fill(engine, prompts=24):
     return grant
 
 
-def test_memory_grows_on_demand_to_the_limit_and_then_the_oldest_go(small, engine):
+def test_memory_grows_to_the_limit_and_then_the_oldest_go(small, engine):
     one = engine()
     sizes = []
     for seed in range(24):
         assert one.store(16, seed).chunks == 16
         sizes.append(small.slab_bytes())
     assert sizes == sorted(sizes)
-    assert sizes[0] < MIB // 2 < sizes[-1] <= MIB
+    assert MIB // 2 < sizes[-1] <= MIB
     [group] = small.status().namespaces[0].groups
     assert group.left_by["evicted"] == 24 * 16 - group.stripes > 0
     assert small.status().memory_used == small.slab_bytes()
@@ -69,8 +69,9 @@ def test_one_engine_may_hold_its_share_and_no_more(stopped_server, engine):
 
 
 def test_a_second_namespace_gets_memory_from_an_engine_that_has_it_all(small, engine):
-    rich, poor = engine("one", session="rich"), engine("other", session="poor")
+    rich = engine("one", session="rich")
     fill(rich)
+    poor = engine("other", session="poor")
     eventually(lambda: poor.store(8).chunks == 8)
     assert poor.read(poor.lookup(8)) == []
     assert memory_of(small, OTHER) > 0
@@ -144,8 +145,8 @@ def test_a_slab_is_given_to_the_process_of_a_rank_that_registered_its_namespace(
     raw(hello("worker", session="stranger")).register(OTHER)
     with pytest.raises(UnknownNamespace):
         fetch_slab(server.socket, "stranger", 0, ONE.id, 0, 0)
-    with pytest.raises(UnknownNamespace, match="no rack 9"):
-        fetch_slab(server.socket, "owner-too", 0, ONE.id, 0, 9)
+    with pytest.raises(UnknownNamespace, match="no rack 999"):
+        fetch_slab(server.socket, "owner-too", 0, ONE.id, 0, 999)
     for session, rank in (("nobody", 0), ("owner-too", 1)):
         with pytest.raises(WrongOwner, match="attach as this rank first"):
             fetch_slab(server.socket, session, rank, ONE.id, 0, 0)

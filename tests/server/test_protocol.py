@@ -27,7 +27,7 @@ def test_another_version_is_refused_with_advice(server, raw):
     client.say(m.Hello(99, "scheduler", "s"))
     refused = client.hear()
     assert refused.code == "version_mismatch"
-    assert "speaks protocol 1, not 99; install the same kvcellar" in refused.message
+    assert "speaks protocol 2, not 99; install the same kvcellar" in refused.message
     assert client.hear() is None
 
 
@@ -245,10 +245,10 @@ def test_sigterm_says_goodbye_and_closes(server, raw):
 def test_a_write_under_way_may_be_finished_while_draining(server, raw, engine):
     writer = engine()
     grant = writer.reserve(3)
+    writer.write(grant)
     server.signal(signal.SIGTERM)
     eventually(lambda: not server.socket.exists())
     assert writer.lookup(3).reason == "draining"
-    writer.write(grant)
     writer.commit(grant)
     assert server.wait() == 0
     server.start()

@@ -11,7 +11,7 @@ from tests.support import FREE, READY, WRITING, Engine, MemoryTable, full_group,
 TP2 = namespace(parallel=ParallelStrategy(tp=2))
 HYBRID = namespace(groups=(full_group(), window_group(2)))
 PAGE = 4096
-A, B, C, D = keys(4)
+A, B, C, D, E, F, G = keys(7)
 X, Y, Z = keys(3, seed="other prompt")
 
 
@@ -184,13 +184,13 @@ def test_rack_in_which_somebody_writes_is_not_idle(small):
 
 def test_places_of_a_second_rack_carry_its_number(small):
     small.room.shelves[0].add_rack(3, MemoryTable(2))
-    places = small.reserve([A, B, C]).places[0]
-    assert places == [place_of(3, 0), place_of(3, 1), place_of(0, 0)]
+    places = small.reserve([A, B, C, D, E]).places[0]
+    assert places == [*(place_of(0, slot) for slot in range(4)), place_of(3, 0)]  # the oldest rack first
 
 
 def test_retired_rack_takes_its_stripes_with_it_and_leaves_the_others(small):
     shelf = small.room.shelves[0]
-    small.store([A])
+    small.store([A, E, F, G])
     shelf.add_rack(1, MemoryTable(2))
     small.store([B, C], A)
     read = small.lookup([A, B])
@@ -198,7 +198,7 @@ def test_retired_rack_takes_its_stripes_with_it_and_leaves_the_others(small):
     small.release(read, 0, 1, 2)
     assert (shelf.is_idle(0), shelf.is_idle(1)) == (False, True)
     shelf.retire(1)
-    assert (there(small, A, B, C), shelf.slots, shelf.free_slots) == ([True, False, False], 4, 3)
+    assert (there(small, A, B, C), shelf.slots, shelf.free_slots) == ([True, False, False], 4, 0)
 
 
 # -- how much one session may hold ---------------------------------------------------------------------------

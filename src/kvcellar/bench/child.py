@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,7 +51,7 @@ class ServerProcess(NamedTuple):
 
 
 @contextlib.contextmanager
-def running_server(memory: int) -> Iterator[ServerProcess]:
+def running_server(memory: int, flags: Sequence[str] = ()) -> Iterator[ServerProcess]:
     prefix = f"kvcellar-bench-{os.getpid()}-"
     with (
         tempfile.TemporaryDirectory(prefix=prefix) as folder,
@@ -61,7 +61,7 @@ def running_server(memory: int) -> Iterator[ServerProcess]:
         socket = Path(folder, "socket")
         command = [sys.executable, "-m", "kvcellar", "serve", "--name", "bench", "--memory", str(memory)]
         command += ["--folder", slabs, "--socket", str(socket), "--hold-percent", "50"]
-        command += ["--drain-seconds", "0", "--log-level", "warning"]
+        command += ["--drain-seconds", "0", "--log-level", "warning", *flags]
         start = time.perf_counter()
         with child(command, stdout=log.fileno(), stderr=log.fileno()) as process:
             _wait_ready(process, socket, Path(folder, "log"))

@@ -61,6 +61,10 @@ class Engine:
         self._scheduler.lookup(self._nowhere, _WAIT_S)  # in order: once it is answered, all was given back
         return taken
 
+    def ask_tiers(self, keys: list[ChunkKey]) -> None:
+        """A lookup of what is nowhere, which waits for tiers a while; nobody waits for it."""
+        self._scheduler.give_up(self._scheduler.lookup(keys, _WAIT_S, 0.5).ticket)
+
     def store(self, keys: list[ChunkKey]) -> float:
         """Seconds until there were places for new chunks and every rank's commit was answered."""
         start = time.perf_counter()

@@ -1,6 +1,7 @@
 """`kvcellar bench`: run a benchmark and show it as a table or as JSON."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -31,6 +32,20 @@ def control(
 
     result = run_control(quick=quick, peer=peer)
     _show(result, as_json, control_table)
+
+
+@app.command()
+def tiers(
+    as_json: Json = False,
+    quick: Quick = False,
+    folder: Annotated[str, typer.Option(help="Where the disk is measured; nothing stays there.")] = ".",
+    tier: Annotated[list[str] | None, typer.Option(help="Measure this tier too; may be repeated.")] = None,
+) -> None:
+    """Speed of the disk tier and others, what attaching tiers does to lookups, a million objects on disk."""
+    from kvcellar.bench.tiers import run_tiers, tiers_table  # noqa: PLC0415 - heavy
+
+    result = run_tiers(folder=Path(folder).absolute(), tiers=tuple(tier or ()), quick=quick)
+    _show(result, as_json, tiers_table)
 
 
 def _show(result: dict[str, Any], as_json: bool, table: Any) -> None:

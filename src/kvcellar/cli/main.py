@@ -13,6 +13,7 @@ import typer
 
 from kvcellar import __version__
 from kvcellar.cli import bench
+from kvcellar.cli.simulate import simulate, trace
 from kvcellar.config import HELP, load_settings
 from kvcellar.errors import CellarError, StartupError, Unavailable
 
@@ -24,6 +25,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench.app, name="bench", help="Measure this machine.")
+app.command()(simulate)
+app.command()(trace)
 
 
 def _flag(name: str) -> typer.models.OptionInfo:
@@ -52,6 +55,9 @@ def serve(
     allow_uids: Annotated[Text, _flag("allow_uids")] = None,
     drain_seconds: Annotated[Text, _flag("drain_seconds")] = None,
     grace_seconds: Annotated[Text, _flag("grace_seconds")] = None,
+    disk: Annotated[Text, _flag("disk")] = None,
+    disk_size: Annotated[Text, _flag("disk_size")] = None,
+    tier: Annotated[list[str] | None, _flag("tier")] = None,
     log_level: Annotated[Text, _flag("log_level")] = None,
     config: Config = None,
 ) -> None:
@@ -59,7 +65,8 @@ def serve(
 
     Every flag can also be given as KVCELLAR_<FLAG> or in a TOML file (--config); flags win, then variables.
     """
-    flags = {key: value for key, value in locals().items() if key != "config"}
+    flags = {key: value for key, value in locals().items() if key not in ("config", "tier")}
+    flags["tier"] = " ".join(tier) if tier else None
     settings = load_settings(flags, config)
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
 
@@ -125,6 +132,37 @@ def pin(
     with AdminClient(_socket(name, socket, config)) as admin:
         admin.pin(wanted, not off)
     print(f"{namespace} may be evicted again" if off else f"{namespace} is pinned")
+
+
+@app.command()
+def doctor(
+    tier: Annotated[list[str] | None, _flag("tier")] = None,
+    disk: Annotated[Text, _flag("disk")] = None,
+    disk_size: Annotated[Text, _flag("disk_size")] = None,
+    as_json: Json = False,
+    config: Config = None,
+) -> None:
+    """Say of each tier whether it can be used, how fast it is, or what is wrong and what to do.
+
+    Examines the tiers that `kvcellar serve` would have with the same flags, variables and TOML file:
+
+    \b
+    kvcellar doctor --tier 'redis://cache:6379?password_file=/etc/kvcellar/redis'
+
+    Each is opened as the server would do it, and a few objects of 4 MiB are written, found, read, compared
+    and deleted again; nothing else is touched. A disk must not be in use by a server: `kvcellar status` shows
+    that one. The exit code is 0 if all can be used, 1 if not.
+    """
+    from kvcellar.cli.doctor import examine, print_findings  # noqa: PLC0415 - rich takes its time
+
+    flags = {"disk": disk, "disk_size": disk_size, "tier": " ".join(tier) if tier else None}
+    urls = load_settings(flags, config).tier_urls
+    if not urls:
+        raise StartupError("there are no tiers: name one with --tier URL or --disk PATH, see docs/tiers.md")
+    findings = examine(urls)
+    print_findings(findings, as_json=as_json)
+    if any(finding.problem for finding in findings):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -7,7 +7,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from kvcellar.client import AdminClient
-from kvcellar.wire.report import NamespaceReport, SessionReport, StatusReport
+from kvcellar.wire.report import NamespaceReport, SessionReport, StatusReport, TierReport
 
 
 def fetch_status(socket: Path) -> StatusReport:
@@ -23,7 +23,10 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
 
 
 def status_view(report: StatusReport) -> Group:
-    return Group(_headline(report), _namespaces(report.namespaces), _sessions(report.sessions))
+    tables = [_namespaces(report.namespaces), _sessions(report.sessions)]
+    if report.tiers:
+        tables.append(_tiers(report.tiers))
+    return Group(_headline(report), *tables)
 
 
 def _headline(report: StatusReport) -> str:
@@ -81,6 +84,32 @@ def _sessions(reports: list[SessionReport]) -> Table:
             f"{report.counts.get('committed', 0):,}",
             str(report.leases),
             _size(report.held_bytes),
+        )
+    return table
+
+
+def _tiers(reports: list[TierReport]) -> Table:
+    table = Table(title="tiers", title_justify="left", expand=False)
+    for name in ("tier", "state"):
+        table.add_column(name, overflow="fold")
+    for name in ("objects", "bytes", "read", "written", "hits", "misses", "queued", "dropped", "errors"):
+        table.add_column(name, justify="right")
+    for report in reports:
+        counts = report.counts
+        capacity = f" of {_size(report.capacity_bytes)}" if report.capacity_bytes else ""
+        troubles = sum(counts.get(name, 0) for name in ("errors", "corrupt", "stuck"))
+        table.add_row(
+            report.label,
+            report.state + (f": {report.reason}" if report.reason else ""),
+            f"{report.objects:,}" if report.objects else "-",
+            f"{_size(report.used_bytes)}{capacity}" if report.used_bytes else "-",
+            f"{_size(report.read_bytes)}, {_size(report.read_rate)}/s",
+            f"{_size(report.written_bytes)}, {_size(report.write_rate)}/s",
+            f"{counts.get('hits', 0):,}",
+            f"{counts.get('misses', 0):,}",
+            f"{report.queued:,}",
+            f"{sum(report.dropped.values()):,}",
+            f"{troubles:,}",
         )
     return table
 

@@ -50,6 +50,9 @@ class Grant(NamedTuple):
     chunks: int
     places: list[npt.NDArray[np.uint32]]
     reason: str
+    ticket: int = 0  # more may come from tiers: ask `brought`
+    lead_s: float = 0.0  # until the first chunk from there may be expected
+    chunk_s: float = 0.0  # and for each after that; 0 if not known
 
 
 def _miss(reason: str) -> Grant:
@@ -79,6 +82,7 @@ class SchedulerClient:
         self._queue: list[tuple[m.Operation, Hashable]] = []
         self._sent: dict[int, Sequence[tuple[m.Operation, Hashable]]] = {}  # by request id
         self._granted: list[tuple[Hashable, Grant]] = []
+        self._brought: dict[int, Grant | None] = {}  # by ticket: what tiers had, None until it is there
         self._silent = False  # the last lookup got no answer: do not wait for another before something comes
         self._lock = threading.Lock()  # guards namespace, _link and _known against the thread that reconnects
         self._stopped = threading.Event()
@@ -89,9 +93,12 @@ class SchedulerClient:
 
     # -- asking -----------------------------------------------------------------------------------------
 
-    def lookup(self, keys: Sequence[ChunkKey], timeout: float = 0.05) -> Grant:
+    def lookup(self, keys: Sequence[ChunkKey], timeout: float = 0.05, wait: float = 0.0) -> Grant:
         """What is here of these chunks, pinned for every rank. A miss, with a reason, whenever it is not
         sure.
+
+        `wait`: seconds for which the rest would be worth waiting for, if tiers have it. Then the grant may
+        have a ticket, to be given to `brought` until that has an answer, or to `give_up`.
         """
         if not keys:
             return _miss("")  # a prompt shorter than a chunk; the protocol has no empty lookup
@@ -101,7 +108,8 @@ class SchedulerClient:
             link = self._current_link()
             if self._silent and not self._receive(link, 0.0):
                 return _miss("silent")
-            self._send(link, ((m.Lookup(self.namespace.id, _packed(keys)), tag),), timeout)
+            wait_ms = min(int(wait * 1000), m.MAX_WAIT_MS)
+            self._send(link, ((m.Lookup(self.namespace.id, _packed(keys), wait_ms), tag),), timeout)
             while tag.grant is None:
                 if not self._receive(link, deadline):
                     tag.abandoned = self._silent = True
@@ -109,6 +117,28 @@ class SchedulerClient:
         except Unavailable as error:
             return _miss(error.code)
         return tag.grant
+
+    def brought(self, ticket: int) -> Grant | None:
+        """The whole hit, under a lease of its own beside that of the lookup, or a miss if there is no more
+        than that. None: not yet. Never waits.
+        """
+        with contextlib.suppress(Unavailable):
+            link = self._current_link()
+            while self._receive(link, 0.0):
+                pass
+        grant = self._brought.get(ticket, _miss("unknown_ticket"))
+        if grant is not None:
+            self._brought.pop(ticket, None)
+        return grant
+
+    def give_up(self, ticket: int) -> None:
+        """Nobody waits any more: what is brought after all is given back."""
+        waits = self._brought.get(ticket, _miss("")) is None
+        grant = self._brought.pop(ticket, None)
+        if waits:
+            self._queue.append((m.Abandon(ticket), None))
+        elif grant is not None and grant.lease:
+            self._return(grant)
 
     def reserve(
         self,
@@ -245,23 +275,42 @@ class SchedulerClient:
                 asked = self._sent.pop(message.id, ())
                 for (_, tag), result in zip(asked, message.results, strict=False):
                     self._on_result(tag, result)
+            elif isinstance(message, m.Brought):
+                self._on_brought(message)
         return bool(messages)
 
     def _on_result(self, tag: Hashable, result: m.Result) -> None:
         if isinstance(result, m.Failure):
             log.debug("the server refused: %s", result.message)
         grant = _grant(result)
-        if grant.lease:
-            with self._lock:
-                self._known[grant.lease] = None
-                if len(self._known) > _MAX_KNOWN:
-                    del self._known[next(iter(self._known))]
+        self._know(grant.lease)
         if isinstance(tag, _Lookup):
             tag.grant = grant
+            if grant.ticket and not tag.abandoned:
+                self._brought[grant.ticket] = None
             if tag.abandoned and grant.lease:
                 self.release(grant.lease, 0, grant.chunks)
         elif tag is not None:
             self._granted.append((tag, grant))
+
+    def _on_brought(self, message: m.Brought) -> None:
+        grant = _grant(message)
+        self._know(grant.lease)
+        if message.ticket in self._brought:
+            self._brought[message.ticket] = grant
+        elif grant.lease:
+            self._return(grant)  # given up meanwhile
+
+    def _return(self, grant: Grant) -> None:
+        self.release(grant.lease, 0, grant.chunks)
+        self.forget(grant.lease)
+
+    def _know(self, lease: int) -> None:
+        if lease:
+            with self._lock:
+                self._known[lease] = None
+                if len(self._known) > _MAX_KNOWN:
+                    del self._known[next(iter(self._known))]
 
     def _drop(self, link: Link) -> None:
         """This connection is over. Whatever was asked on it is a miss; whatever it granted in vain, the
@@ -285,6 +334,10 @@ class SchedulerClient:
         if queued:
             lost, kept = lost + kept, []
         self._sent.clear()
+        self._brought = {
+            ticket: _miss("disconnected") if grant is None else grant
+            for ticket, grant in self._brought.items()
+        }
         self._silent = False
         self._granted += [(tag, _miss("disconnected")) for op, tag in lost if isinstance(op, m.Reserve)]
         self._queue = [
@@ -349,8 +402,11 @@ def _hang_up(link: Link) -> None:
     link.close()
 
 
-def _grant(result: m.Result) -> Grant:
-    if isinstance(result, m.Granted):
+def _grant(result: m.Result | m.Brought) -> Grant:
+    if isinstance(result, m.Granted | m.Brought):
         places = [np.frombuffer(row, dtype="<u4") for row in result.places]
-        return Grant(result.lease, result.chunks, places, result.reason)
+        if isinstance(result, m.Brought):
+            return Grant(result.lease, result.chunks, places, "")
+        outlook = result.lead_us / 1e6, result.chunk_us / 1e6
+        return Grant(result.lease, result.chunks, places, result.reason, result.ticket, *outlook)
     return _miss(result.code if isinstance(result, m.Failure) else "")

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -27,26 +27,59 @@ class Slot(NamedTuple):
     header: np.void
 
 
+class SlabWatcher(Protocol):
+    """Who wants to know which slabs this process has mapped."""
+
+    def mapped(self, slab: Slab) -> None: ...
+
+    def unmapped(self, slab: Slab) -> None:
+        """No copy to or from it is under way, and none will follow."""
+
+
 class SlabMap:
     """Filled by the worker's connection thread, read by whoever copies."""
 
-    def __init__(self) -> None:
+    def __init__(self, watcher: "SlabWatcher | None" = None) -> None:
         self._slabs: dict[tuple[int, int], Slab] = {}
+        self._watcher = watcher
+        self._earlier: list[SlabMap] = []
+        self.missing: set[tuple[int, int]] = set()  # racks that we were told of and could not map
         self._arrived = threading.Condition()
 
     def __contains__(self, rack: tuple[int, int]) -> bool:
         return rack in self._slabs
 
     def add(self, group: int, rack: int, slab: Slab) -> None:
+        if self._watcher is not None:
+            self._watcher.mapped(slab)
         with self._arrived:
             self._slabs[group, rack] = slab
+            self.missing.discard((group, rack))
             self._arrived.notify_all()
 
     def drop(self, group: int, rack: int) -> None:
-        self._slabs.pop((group, rack), None)
+        self.missing.discard((group, rack))
+        slab = self._slabs.pop((group, rack), None)
+        if slab is not None and self._watcher is not None:
+            self._watcher.unmapped(slab)
+
+    def successor(self) -> "SlabMap":
+        """An empty map for the next server's racks. What this one has stays mapped for copies under way."""
+        new = SlabMap(self._watcher)
+        new._earlier = [*self._earlier, self]
+        self._earlier = []
+        return new
+
+    def forget_earlier(self) -> None:
+        """When no copy with an earlier map is under way any more."""
+        for slabs in self._earlier:
+            slabs.clear()
+        self._earlier.clear()
 
     def clear(self) -> None:
-        self._slabs.clear()
+        """When no copy is under way any more."""
+        for group, rack in list(self._slabs):
+            self.drop(group, rack)
 
     def slot(self, group: int, place: Place, timeout: float) -> Slot:
         """Where the bytes and the header of a place are. A rack that is just being mapped is waited for."""

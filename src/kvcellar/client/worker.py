@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kvcellar.client.backoff import keep_trying
 from kvcellar.client.link import Link
-from kvcellar.client.slabs import SlabMap, Slot, fetch_slab
+from kvcellar.client.slabs import SlabMap, SlabWatcher, Slot, fetch_slab
 from kvcellar.errors import CellarError, Disconnected, Rejected
 from kvcellar.identity import Namespace
 from kvcellar.ledger import LEASE_BITS
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 _CONNECT_S = 2.0
 _SEND_S = 1.0
 _MAP_S = 2.0
+_MISSING_MS = 500  # until a rack that could not be mapped is tried again
 
 Slots = Callable[[int, Place], Slot]
 
@@ -40,7 +41,13 @@ _OfLease = m.Release | m.Commit | m.Abort | m.Condemn
 
 class WorkerClient:
     def __init__(
-        self, path: Path, session: str, rank: int, namespace: Namespace | None = None, label: str = ""
+        self,
+        path: Path,
+        session: str,
+        rank: int,
+        namespace: Namespace | None = None,
+        label: str = "",
+        watcher: SlabWatcher | None = None,
     ) -> None:
         self.path = path
         self.namespace = namespace  # may come later, see `register`
@@ -48,7 +55,7 @@ class WorkerClient:
         self._hello = m.Hello(m.PROTOCOL_VERSION, "worker", session, rank, label)
         self._epoch = 0  # of the server we are attached to; 0 while there is none
         self._void = 0  # leases up to this one were granted before we attached: we have no share in them
-        self._slabs = SlabMap()
+        self._slabs = SlabMap(watcher)
         self._queue: list[m.Operation] = []
         self._outstanding = 0  # operations queued or sent and not yet answered
         self._copies = 0
@@ -85,7 +92,8 @@ class WorkerClient:
         """
         with self._state:
             if self.namespace is not None:
-                self._slabs = SlabMap()  # racks are numbered by namespace
+                self._slabs = self._slabs.successor()  # racks are numbered by namespace
+                self._slabs.forget_earlier()
             self.namespace = namespace
             if self._epoch:
                 self._queue.append(m.Register(namespace))
@@ -141,6 +149,7 @@ class WorkerClient:
         self._wake()
         self._thread.join(_CONNECT_S + _SEND_S)
         if not self._thread.is_alive():
+            self._slabs.forget_earlier()
             os.close(self._wake_read)
             os.close(self._wake_write)
 
@@ -183,6 +192,7 @@ class WorkerClient:
         with self._state:
             # Attaching says that nothing is held: every copy on the word of an earlier server must be over.
             self._state.wait_for(lambda: not self._copies or self._stopped.is_set())
+        self._slabs.forget_earlier()
         link = Link.open(self.path, self._hello, _CONNECT_S)
         namespace = self.namespace
         self._set_attaching(True)
@@ -221,7 +231,7 @@ class WorkerClient:
             waiting = select.poll()
             waiting.register(link.sock, select.POLLIN)
             waiting.register(self._wake_read, select.POLLIN)
-            waiting.poll()
+            waiting.poll(_MISSING_MS if self._slabs.missing else None)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
         with self._state:
@@ -230,11 +240,13 @@ class WorkerClient:
             link.send(tuple(ops[at : at + m.MAX_OPS]), _SEND_S)
         for message in link.receive(time.monotonic()):
             self._on_message(link, message)
+        if self.namespace is not None:
+            for group, rack in list(self._slabs.missing):
+                self._map(self.namespace.id, group, rack)
 
     def _on_message(self, link: Link, message: m.FromServer) -> None:
         if isinstance(message, m.RackAdded):
-            with contextlib.suppress(Rejected):  # gone again already
-                self._map(message.namespace, message.group, message.rack)
+            self._map(message.namespace, message.group, message.rack)
         elif isinstance(message, m.RackLeaving):
             with self._state:
                 if self.namespace is not None and message.namespace == self.namespace.id:
@@ -253,15 +265,24 @@ class WorkerClient:
 
     def _map_all(self, registered: m.Registered) -> None:
         for group, rack in registered.racks:
-            with contextlib.suppress(Rejected):  # gone again already
-                self._map(registered.namespace, group, rack)
+            self._map(registered.namespace, group, rack)
 
     def _map(self, namespace: bytes, group: int, rack: int) -> None:
         with self._state:
             ours, slabs = self.namespace, self._slabs
         if ours is None or namespace != ours.id or (group, rack) in slabs:
             return  # not, or not yet, ours: registering will name all that there are
-        slabs.add(group, rack, fetch_slab(self.path, self._hello.session, self.rank, ours.id, group, rack))
+        try:
+            slab = fetch_slab(self.path, self._hello.session, self.rank, ours.id, group, rack)
+        except Rejected:
+            slabs.drop(group, rack)  # gone again already
+        except CellarError as error:
+            # No reason to leave: a server that is going away lets us finish what we have. If it stays, we ask
+            # again.
+            log.debug("rack %d of group %d cannot be mapped yet: %s", rack, group, error)
+            slabs.missing.add((group, rack))
+        else:
+            slabs.add(group, rack, slab)
 
     def _detach(self, link: Link) -> None:
         link.close()
@@ -270,5 +291,5 @@ class WorkerClient:
             self._queue.clear()
             self._outstanding = 0
             # Copies under way keep the map they were given; the next server's racks go into a new one.
-            self._slabs = SlabMap()
+            self._slabs = self._slabs.successor()
             self._state.notify_all()

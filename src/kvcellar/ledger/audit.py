@@ -3,15 +3,13 @@
 Counts everything again from the leases and compares it with what sessions, stripes and shelves say.
 """
 
-from collections import Counter
-
 from kvcellar.ledger.lease import bits
 from kvcellar.ledger.ledger import Ledger
 
 
 def audit(ledger: Ledger) -> None:
     """Raises AssertionError at the first thing that does not add up."""
-    pins: Counter[int] = Counter()
+    pins = ledger.own.by_stripe()
     for session in ledger.sessions.values():
         held = 0
         for lease in session.leases.values():

@@ -10,7 +10,7 @@ memory happen elsewhere and later; an engine acts on a decision only while it ho
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
 
 from kvcellar.errors import BadRequest, UnknownNamespace, WrongOwner
@@ -22,6 +22,7 @@ from kvcellar.identity import (
     needed_chunks,
 )
 from kvcellar.ledger.lease import Lease, LeaseId
+from kvcellar.ledger.own import OwnPins
 from kvcellar.ledger.room import Room
 from kvcellar.ledger.session import SCHEDULER, Session
 from kvcellar.ledger.shelf import Shelf
@@ -54,6 +55,9 @@ class Ledger:
         self.sessions: dict[str, Session] = {}
         self.counts: Counter[str] = Counter()
         self.in_grace = False
+        self.own = OwnPins()
+        # Told of stripes that were just published, later chunks first: what write-back begins with.
+        self.published: Callable[[Room, int, list[Stripe]], None] | None = None
         # The epoch in the high bits: a lease of an earlier server can never be mistaken for one of this.
         self._lease_ids = itertools.count(epoch << LEASE_BITS | 1)
 
@@ -120,6 +124,14 @@ class Ledger:
 
     def lookup(self, session: Session, namespace_id: NamespaceId, keys: Sequence[ChunkKey]) -> Granted:
         """Pin the longest prefix of `keys` that every group can serve, one share per rank."""
+        granted = self.find(session, namespace_id, keys)
+        session.counts["lookups"] += 1
+        session.counts["asked_chunks"] += len(keys)
+        session.counts["hit_chunks"] += granted.chunks
+        return granted
+
+    def find(self, session: Session, namespace_id: NamespaceId, keys: Sequence[ChunkKey]) -> Granted:
+        """A lookup that is not counted as one."""
         room = self.rooms.get(namespace_id)
         if room is None or namespace_id not in session.namespaces:
             return Granted(NO_LEASE, 0, [], "unknown_namespace")
@@ -131,9 +143,6 @@ class Ledger:
         chunks = min(map(len, rows))
         if room.has_windows:
             chunks = fold_windows(chunks, room.windows, lambda group, chunk: rows[group][chunk] is not None)
-        session.counts["lookups"] += 1
-        session.counts["asked_chunks"] += len(keys)
-        session.counts["hit_chunks"] += chunks
         if not chunks:
             return Granted(NO_LEASE, 0, [], "hold_limit" if keys and not fits else "")
         for row, window in zip(rows, room.windows, strict=True):
@@ -339,6 +348,8 @@ class Ledger:
             session.held_bytes -= shelf.stripe_bytes * (len(good) + len(bad))
             if lease.writing:
                 session.counts["committed"] += shelf.publish(good)
+                if self.published is not None:
+                    self.published(lease.room, group, good)
                 for stripe in bad:
                     shelf.remove(stripe, "aborted")
             else:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvcellar.identity import ChunkKey
-from kvcellar.ledger.policy import EvictionPolicy, SecondChance
+from kvcellar.ledger.policy import DefaultPolicy, EvictionPolicy
 from kvcellar.ledger.stripe import Stripe
 from kvcellar.slab import Place, place_of, rack_of, slot_of
 
@@ -50,7 +50,7 @@ class Shelf:
         self._limbo: list[Place] = []
         self._hidden = 0
         self._guarded = False  # engines of an earlier server may be about: evict nothing, reuse nothing
-        self._policy = policy or SecondChance()
+        self._policy = policy or DefaultPolicy()
 
     def __repr__(self) -> str:
         return f"<Shelf {len(self._index)} stripes, {len(self._free)} free of {self.slots}>"
@@ -97,6 +97,12 @@ class Shelf:
             stripe.pins -= 1
             if stripe.temporary and not stripe.pins:
                 self.remove(stripe, "temporary")
+
+    def let_go(self, stripe: Stripe) -> None:
+        """The server's own reader is done: that is no use of the stripe, so no reason to keep it."""
+        stripe.pins -= 1
+        if stripe.temporary and not stripe.pins:
+            self.remove(stripe, "temporary")
 
     # -- writing ----------------------------------------------------------------------------------------
 
@@ -187,7 +193,8 @@ class Shelf:
         self._limbo.extend(place_of(number, slot) for slot in unusable)
         used = kept | set(unusable)
         # Popped from the end: low slots first, so that a young rack is touched page after page.
-        self._free.extend(place_of(number, slot) for slot in reversed(range(table.slots)) if slot not in used)
+        # The newest rack last: engines have had more time to map, and page-lock, the older ones.
+        self._free[:0] = [place_of(number, slot) for slot in reversed(range(table.slots)) if slot not in used]
         return len(kept)
 
     def is_idle(self, number: int) -> bool:
@@ -231,13 +238,16 @@ class Shelf:
     def _evict_one(self) -> bool:
         if self._guarded or self.pinned:
             return False
-        victim = self._policy.evict(lambda stripe: stripe.pins == 0 and stripe.key not in self._children)
+        victim = self._policy.evict(self._may_go)
         if victim is None:
             return False
         self._drop_key(victim)
         self.left_by["evicted"] += 1
         self._release_place(victim)
         return True
+
+    def _may_go(self, stripe: Stripe) -> bool:
+        return not stripe.pins and stripe.key not in self._children
 
     def _unindex(self, stripe: Stripe) -> None:
         self._drop_key(stripe)

@@ -160,6 +160,11 @@ class Members:
             ):
                 member.link.send(event)
 
+    def is_reachable(self, member: Member) -> bool:
+        """Has it a connection, and is it the one that answers for its rank?"""
+        known = self.all.get((member.session.name, member.rank))
+        return known is member and member.link is not None
+
     def mapping(self, key: RackKey) -> list[Member]:
         return [member for member in self.all.values() if key in member.maps]
 

@@ -7,7 +7,6 @@ frames.
 
 import asyncio
 import time
-from array import array
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,7 +17,9 @@ from kvcellar.errors import BadRequest, Draining, Forbidden, NotAttached, Unknow
 from kvcellar.identity import ChunkKey, Namespace, NamespaceId, layout_of
 from kvcellar.ledger import Granted as Grant
 from kvcellar.ledger import LeaseId, Ledger
+from kvcellar.server.grants import pack_places
 from kvcellar.server.members import Member, Members
+from kvcellar.server.prefetch import UNKNOWN, Outlook, Prefetch
 from kvcellar.server.steward import Steward
 from kvcellar.wire import messages as m
 from kvcellar.wire.report import StatusReport
@@ -59,6 +60,7 @@ class Operations:
         self, ledger: Ledger, members: Members, steward: Steward, report: Callable[[], StatusReport]
     ) -> None:
         self.draining = False
+        self.prefetch: Prefetch | None = None  # without tiers there is none
         self._ledger = ledger
         self._members = members
         self._steward = steward
@@ -67,6 +69,7 @@ class Operations:
             m.Ping: lambda _caller, _op: m.Pong(),
             m.Register: self._register,
             m.Lookup: self._lookup,
+            m.Abandon: self._abandon,
             m.Release: self._release,
             m.Commit: self._commit,
             m.Abort: self._abort,
@@ -101,8 +104,18 @@ class Operations:
 
     def _lookup(self, caller: Caller, op: m.Lookup) -> m.Message:
         self._refuse_when_draining()
-        grant = self._ledger.lookup(caller.member.session, NamespaceId(op.namespace), m.split_keys(op.keys))
-        return self._granted(grant)
+        member, keys = caller.member, m.split_keys(op.keys)
+        grant = self._ledger.lookup(member.session, NamespaceId(op.namespace), keys)
+        if self.prefetch is None or grant.reason or grant.chunks == len(keys):
+            return self._granted(grant)
+        namespace, wait_s = NamespaceId(op.namespace), op.wait_ms / 1000
+        ticket, outlook = self.prefetch.begin(member, namespace, keys, grant.chunks, wait_s)
+        return self._granted(grant, ticket, outlook)
+
+    def _abandon(self, caller: Caller, op: m.Abandon) -> m.Message:
+        if self.prefetch is not None:
+            self.prefetch.abandon(caller.member, op.ticket)
+        return m.Settled(0)
 
     def _reserve(self, caller: Caller, op: m.Reserve, patience: float) -> m.Message | Awaitable[m.Message]:
         self._refuse_when_draining()
@@ -122,7 +135,7 @@ class Operations:
         give_up = time.monotonic() + patience
         while (growth := self._growth(op, len(keys))) and (left := give_up - time.monotonic()) > 0:
             await asyncio.wait(growth, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        if member.link is None or self._members.all.get((member.session.name, member.rank)) is not member:
+        if not self._members.is_reachable(member):
             raise NotAttached("the client went away while memory was being allocated")
         return self._reserve_now(member, op, keys)
 
@@ -179,10 +192,11 @@ class Operations:
         self._ledger.set_pinned(NamespaceId(op.namespace), op.pinned)
         return m.Settled(0)
 
-    def _granted(self, grant: Grant) -> m.Granted:
+    def _granted(self, grant: Grant, ticket: int = 0, outlook: Outlook = UNKNOWN) -> m.Granted:
         self._members.newest_lease = max(self._members.newest_lease, grant.lease)
-        places = tuple(array("I", row).tobytes() for row in grant.places)
-        return m.Granted(grant.lease, grant.chunks, places, grant.reason)
+        lead_us, chunk_us = (min(int(seconds * 1e6), m.MAX_OUTLOOK_US) for seconds in outlook)
+        places = pack_places(grant)
+        return m.Granted(grant.lease, grant.chunks, places, grant.reason, ticket, lead_us, chunk_us)
 
     def _refuse_when_draining(self) -> None:
         if self.draining:

@@ -26,6 +26,8 @@ from kvcellar.server.members import Members
 from kvcellar.server.operations import Caller, Operations
 from kvcellar.server.status import make_report
 from kvcellar.server.steward import Steward
+from kvcellar.server.tiers import Tiers
+from kvcellar.tiers.registry import parse_spec
 from kvcellar.wire import CONTROL, DESCRIPTOR, Peer, encode
 from kvcellar.wire import messages as m
 from kvcellar.wire.report import StatusReport
@@ -55,14 +57,18 @@ class Server:
         self._members = Members(self._ledger, self._arena.folder / "roster", self._steward.released)
         self._steward.members = self._members
         self._operations = Operations(self._ledger, self._members, self._steward, self.report)
+        self._tiers: Tiers | None = None
 
     async def serve(self) -> None:
         """Run until told to stop. On return nothing is left running; the memory stays for the next server."""
         try:
+            await self._open_tiers()
             found = self._steward.adopt()
             self._members.begin_grace(self._settings.grace_seconds)
             listener = _listen(self._settings.socket_path)
         except BaseException:
+            if self._tiers is not None:
+                self._tiers.close()
             self._arena.close()
             raise
         self._catch_signals()
@@ -88,8 +94,12 @@ class Server:
             connection.close()
         for task in self._opening:
             task.cancel()
+        if self._tiers is not None:
+            self._tiers.close()
         await self._steward.close()
-        self._arena.close()
+        if self._tiers is None or self._tiers.is_idle:
+            self._arena.close()
+        # Else a call that hangs may still write to a slab: the lock goes when the process is really gone.
         log.info("stopped; %d MiB stay in %s for the next server", self._arena.used >> 20, self._arena.folder)
 
     def stop(self) -> None:
@@ -103,7 +113,15 @@ class Server:
             socket=str(self._settings.socket_path),
             uptime_s=time.monotonic() - self._started,
             draining=self._operations.draining,
+            tiers=self._tiers.reports() if self._tiers is not None else [],
         )
+
+    async def _open_tiers(self) -> None:
+        specs = [parse_spec(url) for url in self._settings.tier_urls]
+        if specs:
+            self._tiers = Tiers(specs, self._ledger, self._arena, self._members, self._steward)
+            await self._tiers.start()
+            self._operations.prefetch = self._tiers.prefetch
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -115,12 +133,15 @@ class Server:
         self._stop.set()
 
     async def _drain(self) -> None:
-        self._operations.draining = True
+        self._operations.draining = self._steward.draining = True
         give_up = time.monotonic() + self._settings.drain_seconds
-        while time.monotonic() < give_up and not self._hurry:
-            if not any(lease.writing for s in self._ledger.sessions.values() for lease in s.leases.values()):
-                return
+        while self._is_written_to() and time.monotonic() < give_up and not self._hurry:
             await asyncio.sleep(0.02)
+        if self._tiers is not None and not self._hurry:
+            await self._tiers.drain(give_up)
+
+    def _is_written_to(self) -> bool:
+        return any(lease.writing for s in self._ledger.sessions.values() for lease in s.leases.values())
 
     # -- connections ------------------------------------------------------------------------------------
 

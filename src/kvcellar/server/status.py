@@ -7,11 +7,18 @@ from kvcellar.arena import Arena
 from kvcellar.identity import NamespaceId
 from kvcellar.ledger import Ledger, Room, Shelf
 from kvcellar.server.members import Members
-from kvcellar.wire.report import GroupReport, NamespaceReport, SessionReport, StatusReport
+from kvcellar.wire.report import GroupReport, NamespaceReport, SessionReport, StatusReport, TierReport
 
 
 def make_report(
-    ledger: Ledger, arena: Arena, members: Members, *, socket: str, uptime_s: float, draining: bool
+    ledger: Ledger,
+    arena: Arena,
+    members: Members,
+    *,
+    socket: str,
+    uptime_s: float,
+    draining: bool,
+    tiers: list[TierReport],
 ) -> StatusReport:
     return StatusReport(
         version=__version__,
@@ -27,6 +34,7 @@ def make_report(
         namespaces=[_namespace(name, room, ledger, arena) for name, room in ledger.rooms.items()],
         sessions=_sessions(ledger, members),
         counts=dict(ledger.counts) | {"racks_refused": arena.refused},
+        tiers=tiers,
     )
 
 

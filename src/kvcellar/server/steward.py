@@ -36,6 +36,7 @@ class Steward:
         self._retry_at = 0.0
         self._returned = asyncio.Event()
         self.leaving: set[RackKey] = set()
+        self.draining = False  # no rack is announced any more: nobody could fetch it
         self.members: Members | None = None  # set once by the server; the two need each other
 
     def adopt(self) -> int:
@@ -77,22 +78,36 @@ class Steward:
         None means: as good as it gets, now or ever; evict for the rest.
         """
         shelf = room.shelves[group]
-        if shelf.free_slots >= max(stripes, shelf.slots // 4):
+        enough = shelf.free_slots >= max(stripes, shelf.slots // 4)
+        if self.draining or (enough and shelf.slots >= self._headroom(room.namespace)):
             return None
         key = (room.namespace.id, group)
         task = self._growing.get(key)
         if task is None and self._clock() >= self._retry_at:
-            task = self._start(room, group)
+            needed = shelf.free_slots < max(stripes, shelf.slots // 4)
+            task = self._start(room, group, may_take=needed)
             if task is not None:
                 self._growing[key] = task
-                task.add_done_callback(lambda _: self._growing.pop(key))
+                task.add_done_callback(lambda done: self._grown(key, done))
         return task if shelf.free_slots < stripes else None
 
-    def _start(self, room: Room, group: int) -> asyncio.Task[None] | None:
+    def _grown(self, key: tuple[bytes, int], task: asyncio.Task[None]) -> None:
+        if self._growing.get(key) is task:  # it may have started the next one
+            del self._growing[key]
+
+    def _headroom(self, namespace: Namespace) -> int:
+        """Chunks of its share of all memory: what was granted is made ready before it is needed.
+
+        Engines map it, and page-lock it for their GPUs, while they start, and not under their first requests.
+        """
+        chunk = sum(stripe_bytes(namespace, group) for group in range(len(namespace.groups)))
+        return self._arena.limit // (max(1, len(self._ledger.rooms)) * chunk)
+
+    def _start(self, room: Room, group: int, *, may_take: bool) -> asyncio.Task[None] | None:
         spec = self._arena.plan(room.namespace, group)
         if spec is not None:
             return asyncio.create_task(self._make_rack(room, group, spec))
-        victim = self._victim(room, group)
+        victim = self._victim(room, group) if may_take else None
         if victim is None:
             return None
         # At once: a moment later somebody may use it, or another namespace choose the same one.
@@ -113,7 +128,11 @@ class Steward:
         key = self._arena.finish(rack)
         room.shelves[group].add_rack(key.number, rack.table)
         assert self.members is not None
+        if self.draining:
+            return
         self.members.tell(key.namespace, RackAdded(*key))
+        self._growing.pop((key.namespace, group), None)
+        self.grow(room, group, 0)
 
     def _victim(self, room: Room, group: int) -> RackKey | None:
         """A rack to take from a namespace that has more than its share, for one that has less."""

@@ -9,14 +9,10 @@ wherever it lies.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from kvcellar.errors import CellarError
+from kvcellar.errors import EngineError
 from kvcellar.identity import ChunkKey, NamespaceId
 
-
-class EngineError(CellarError):
-    """The engine cannot do it now; the message says why, without credentials."""
-
-    code = "tier"
+__all__ = ["Buffer", "Engine", "EngineError", "Usage", "object_name"]
 
 
 class Buffer(NamedTuple):
@@ -25,10 +21,22 @@ class Buffer(NamedTuple):
     header: memoryview  # 64 bytes
     slot: memoryview  # starts on a page and is whole pages, as direct I/O wants it
     size: int  # the object's bytes, at the start of the slot; what follows them has no meaning
+    # All of the slab, for engines that register memory once and use it often. Such an engine has a method
+    # `forget(memory)`, which is called when no buffer of it will come any more, and raises nothing.
+    memory: memoryview | None = None
 
     @property
     def payload(self) -> memoryview:
         return self.slot[: self.size]
+
+
+class Usage(NamedTuple):
+    """What an engine knows of itself; it may have a method `usage` that says so, quickly and without I/O."""
+
+    objects: int
+    used_bytes: int
+    capacity_bytes: int
+    scanning: bool = False  # what an earlier server left is still being found: unknown is a miss
 
 
 class Engine(Protocol):

@@ -2,13 +2,17 @@
 
 from kvcellar.transfer.checksum import CHECKSUMS, Digest, digest_maker
 from kvcellar.transfer.host import HostTransfer
+from kvcellar.transfer.mover import HostMover, Mover, Rows
 from kvcellar.transfer.slots import Slot, Slots, Stamp
 from kvcellar.transfer.steps import block_memory
 
 __all__ = [
     "CHECKSUMS",
     "Digest",
+    "HostMover",
     "HostTransfer",
+    "Mover",
+    "Rows",
     "Slot",
     "Slots",
     "Stamp",

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import xxhash
 
 from kvcellar.errors import BadRequest
+from kvcellar.transfer.sum64 import Sum64
 
 
 class Digest(Protocol):
@@ -23,7 +24,7 @@ class Digest(Protocol):
         """The sum of all bytes so far, below 2**64."""
 
 
-_ALGORITHMS: dict[str, Callable[[], Digest]] = {"xxh3-64": xxhash.xxh3_64}
+_ALGORITHMS: dict[str, Callable[[], Digest]] = {"xxh3-64": xxhash.xxh3_64, "sum64": Sum64}
 
 CHECKSUMS = tuple(_ALGORITHMS)
 

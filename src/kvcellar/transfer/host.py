@@ -6,7 +6,8 @@
 Store hashes the bytes in the slot, load hashes them in the engine's blocks: each checks what it has produced,
 so a slot that changes while it is read is a failed row and never wrong KV.
 
-Knows no leases: the caller holds slots and blocks as long as a call runs. One call at a time per transfer.
+Knows no leases: the caller holds slots and blocks as long as a call runs. Loads and
+stores may run side by side, since they never share a block.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +15,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
 from kvcellar.errors import BadRequest
 from kvcellar.identity import SKIP, ChunkKey, CopyPlan, Namespace, layout_of
 from kvcellar.slab import Bytes
 from kvcellar.transfer.checksum import digest_maker
-from kvcellar.transfer.slots import Slot, Slots, Stamp, check_keys, find_slots
-from kvcellar.transfer.steps import BlockIds, check_blocks, check_layers, make_steps
+from kvcellar.transfer.slots import Slot, Slots, Stamp, check_keys, check_places, find_slots
+from kvcellar.transfer.steps import BlockIds, check_blocks, check_layers, check_targets, make_steps
 
 
 class HostTransfer:
@@ -59,9 +58,7 @@ class HostTransfer:
         byte is copied.
         """
         found = self._check(plan, keys, slots)
-        wanted = np.sort(plan.blocks[plan.blocks != SKIP])
-        if (wanted[1:] == wanted[:-1]).any():
-            raise BadRequest("a load that writes a block twice")
+        check_targets(plan.blocks)
         loaded = [False] * len(found)
 
         def load_row(row: int) -> None:
@@ -88,6 +85,7 @@ class HostTransfer:
             raise BadRequest(f"a plan for group {plan.group}, expected {self.group}")
         check_blocks(plan.blocks, len(places), self.layout, self.num_blocks)
         check_keys(keys, len(places))
+        check_places(places)
         return find_slots(slots, self.group, places, self.layout.object_bytes)
 
     def _store_row(self, blocks: BlockIds, key: ChunkKey, slot: Slot) -> None:

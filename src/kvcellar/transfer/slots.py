@@ -44,7 +44,7 @@ class Stamp:
         record = np.asarray(header)  # of the same memory; a scalar's own buffer is read-only
         _FIELDS.pack_into(record.data, 0, *self._what, checksum, key, self._namespace, 0)
 
-    def promised(self, header: np.void, key: ChunkKey) -> int | None:
+    def promised(self, header: np.void | memoryview, key: ChunkKey) -> int | None:
         """The checksum of the object in this slot; None when another object lies there, or none."""
         *what, checksum, found, namespace, unused = _FIELDS.unpack(header.tobytes())
         same = (*what, found, namespace, unused) == (*self._what, key, self._namespace, 0)
@@ -53,8 +53,6 @@ class Stamp:
 
 def find_slots(slots: Slots, group: int, places: Sequence[int], object_bytes: int) -> list[Slot]:
     """The slot of each place, checked to have room: a copy never runs over the end of a mapping."""
-    if len(set(places)) < len(places):
-        raise BadRequest("a plan that names a slot twice")
     found = [slots(group, Place(place)) for place in places]
     for place, slot in zip(places, found, strict=True):
         payload = slot.payload
@@ -62,6 +60,11 @@ def find_slots(slots: Slots, group: int, places: Sequence[int], object_bytes: in
             got = f"{payload.dtype} of shape {payload.shape}"
             raise BadRequest(f"slot at {place}: {got}, expected contiguous uint8, {object_bytes} or more")
     return found
+
+
+def check_places(places: Sequence[int]) -> None:
+    if len(set(places)) < len(places):
+        raise BadRequest("a plan that names a slot twice")
 
 
 def check_keys(keys: Sequence[ChunkKey], rows: int) -> None:

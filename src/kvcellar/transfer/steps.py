@@ -164,3 +164,10 @@ def check_blocks(blocks: BlockIds, rows: int, layout: LayoutDesc, num_blocks: in
     strange = blocks[(blocks >= num_blocks) | ((blocks < 0) & (blocks != SKIP))]
     if strange.size:
         raise BadRequest(f"no block {strange[0]}, expected 0 to {num_blocks - 1}")
+
+
+def check_targets(blocks: BlockIds) -> None:
+    """Refuse a load that writes a block twice."""
+    wanted = np.sort(blocks[blocks != SKIP])
+    if (wanted[1:] == wanted[:-1]).any():
+        raise BadRequest("a load that writes a block twice")

@@ -5,10 +5,10 @@
 """
 
 try:
-    from kvcellar.vllm.connector import KVCellarConnector
+    from kvcellar.vllm.connector import KVCellarConnector, KVCellarHybridConnector
 except ImportError as error:
     raise ImportError(
-        f"KVCellar's connector works with vLLM 0.32; this vLLM lacks something: {error}"
+        f"KVCellar's connector works with vLLM 0.26 and 0.32; this vLLM lacks something: {error}"
     ) from error
 
-__all__ = ["KVCellarConnector"]
+__all__ = ["KVCellarConnector", "KVCellarHybridConnector"]

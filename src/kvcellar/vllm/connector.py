@@ -1,5 +1,11 @@
 """KVCellarConnector: what vLLM calls. One-line delegations to the side that lives in this process, nothing
 else.
+
+A connector that supports vLLM's hybrid memory allocator (HMA) sees models with several KV cache groups as
+they are; any other makes vLLM keep all layers in one group, at the price of memory. Where vLLM cannot
+recompute a failed load of several groups, the default is one group, so that a failed load is never worse than
+a miss. Who prefers several groups there, and an engine that stops when a load fails, says so by the
+connector's name.
 """
 
 import logging
@@ -12,13 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvcellar.errors import CellarError
+from kvcellar.vllm.compat import TransferResults
 from kvcellar.vllm.metrics import CellarMetrics, CellarStats
 from kvcellar.vllm.options import read_options
 from kvcellar.vllm.scheduler import SchedulerSide
@@ -26,7 +33,7 @@ from kvcellar.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -34,7 +41,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class KVCellarConnector(KVConnectorBase_V1, SupportsHMA):
+class CannotRecompute(CellarError):
+    """Nothing is left but to stop: going on would use KV that is not there."""
+
+
+class _Facade(KVConnectorBase_V1):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -42,6 +53,7 @@ class KVCellarConnector(KVConnectorBase_V1, SupportsHMA):
         options = read_options(vllm_config)
         self._scheduler: Any = None
         self._worker: Any = None
+        self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(vllm_config, kv_cache_config, options)
         else:
@@ -60,7 +72,7 @@ class KVCellarConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.tensor_layout()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        self._worker.start_loads(self._get_connector_metadata())
+        self._worker.take(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: nothing to wait for."""
@@ -71,16 +83,32 @@ class KVCellarConnector(KVConnectorBase_V1, SupportsHMA):
         """Whole chunks are stored after the step."""
 
     def wait_for_save(self) -> None:
-        self._worker.start_stores(self._get_connector_metadata())
+        self._worker.take(self._get_connector_metadata())
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        return self._worker.take_loads()
+    # Per step, the next five come in this order: the first takes a snapshot, the others tell more of it.
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker.take_stores()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002
+        finished, failed = self._worker.finished_loads()
+        return TransferResults(finished_recving=finished, failed_recving=failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
+        """Of vLLM that has no get_transfer_results."""
+        finished, failed = self._worker.finished_loads()
+        if failed and self._several_groups:
+            raise CannotRecompute(
+                f"the load of {len(failed)} requests failed, and this vLLM cannot compute them instead"
+            )
+        return None, finished
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        bad: set[int] = self._worker.bad_blocks() if TransferResults is None else set()
+        return bad
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return self._worker.take_stats() if self._worker is not None else None
+        return self._worker.stats() if self._worker is not None else None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.report()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -103,17 +131,13 @@ class KVCellarConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         self._scheduler.set_layouts(metadata.values())
 
-    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
-        super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.bind(kv_cache_manager)
-
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
-        """bind_kv_cache_manager brings it."""
+        self._scheduler.bind(gpu_block_pool)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        offered: tuple[int, bool] = self._scheduler.offer(request, num_computed_tokens)
+        offered: tuple[int | None, bool] = self._scheduler.offer(request, num_computed_tokens)
         return offered
 
     def update_state_after_alloc(
@@ -157,3 +181,18 @@ class KVCellarConnector(KVConnectorBase_V1, SupportsHMA):
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
+
+
+class KVCellarHybridConnector(_Facade, SupportsHMA):
+    """Several groups, whatever vLLM can do about a failed load."""
+
+
+if TransferResults is None:
+
+    class KVCellarConnector(_Facade):
+        """One group."""
+
+else:
+
+    class KVCellarConnector(KVCellarHybridConnector):  # type: ignore[no-redef]
+        """Several groups; what failed to load is computed."""

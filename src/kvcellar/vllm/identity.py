@@ -7,7 +7,6 @@ wrong one.
 
 import hashlib
 import json
-import math
 from typing import Any
 
 from vllm import __version__ as vllm_version
@@ -25,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvcellar.errors import BadRequest
 from kvcellar.identity import BlockHash, Group, Layer, Namespace, ParallelStrategy, default_chunk_tokens
+from kvcellar.vllm.compat import hash_block_tokens
 
 _LAYOUT_VERSION = 1
 # Any other may have KV that depends on more than the tokens before it.
@@ -49,27 +49,29 @@ def parallel_strategy(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Par
 def make_namespace(
     config: VllmConfig, kv_cache_config: KVCacheConfig, layouts: dict[str, str], generation: int, tenant: str
 ) -> Namespace:
-    """Call only once vLLM has derived NONE_HASH, that is from the first request on."""
+    """Call only once NONE_HASH is known: see compat.derive_hash_seed; at the first request it always is."""
     check_supported(config, kv_cache_config)
     model = config.model_config
     groups = tuple(_group(group) for group in kv_cache_config.kv_cache_groups)
     return Namespace(
         engine=f"vllm {vllm_version} on {current_platform.device_name}, layout {_LAYOUT_VERSION}",
         model=model.model,
-        weights=f"{model.revision or ''} {model.dtype} {_digest(model.hf_config)}",
+        # The configuration covers overrides and rope settings.
+        weights=f"{model.revision or ''} {model.dtype} {_digest(model.hf_config.to_dict())}",
         kv_dtype=config.cache_config.cache_dtype,
-        kv_layout="; ".join(f"{name}={layout}" for name, layout in sorted(layouts.items())),
+        kv_layout=_describe(layouts),
         groups=groups,
         parallel=parallel_strategy(config, kv_cache_config),
         chunk_tokens=default_chunk_tokens(
-            [group.block_tokens for group in groups] + [hash_block_tokens(kv_cache_config)]
+            [group.block_tokens for group in groups] + [hash_block_tokens(config, kv_cache_config)]
         ),
         block_hash=BlockHash(
             config.cache_config.prefix_caching_hash_algo,
-            hash_block_tokens(kv_cache_config),
+            hash_block_tokens(config, kv_cache_config),
             kv_cache_utils.NONE_HASH.hex(),
         ),
-        checksum="xxh3-64",
+        # What a GPU can add up in any order, or what a host does fastest.
+        checksum="sum64" if current_platform.device_type == "cuda" else "xxh3-64",
         quantization=str(model.quantization or ""),
         draft_model=_draft_model(config),
         weights_generation=generation,
@@ -98,13 +100,6 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         raise Unsupported("calculate_kv_scales makes KV that depends on what the engine saw before")
 
 
-def hash_block_tokens(kv_cache_config: KVCacheConfig) -> int:
-    known = getattr(kv_cache_config, "hash_block_size", None)
-    if known:
-        return int(known)
-    return math.gcd(*(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups))
-
-
 def group_layers(kv_cache_config: KVCacheConfig) -> list[list[str]]:
     """Layer names by group, in the order in which objects hold them."""
     return [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
@@ -118,7 +113,7 @@ def _group(group: Any) -> Group:
         block_tokens=group.kv_cache_spec.block_size,
         layers=tuple(Layer(name, specs[name].page_size_bytes) for name in group.layer_names),
         kind="sliding" if sliding else "mla" if type(first) is MLAAttentionSpec else "full",
-        window_tokens=first.sliding_window + first.extra_retained_tokens if sliding else None,
+        window_tokens=first.sliding_window + getattr(first, "extra_retained_tokens", 0) if sliding else None,
     )
 
 
@@ -134,7 +129,12 @@ def _draft_model(config: VllmConfig) -> str:
     return f"{speculative.method} {speculative.model}" if speculative is not None else ""
 
 
-def _digest(hf_config: Any) -> str:
-    """The model's own configuration, overrides and rope settings included."""
-    text = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
+def _describe(layouts: dict[str, str]) -> str:
+    """The layouts that there are, for people, and which layer has which, as a digest."""
+    kinds = "; ".join(sorted(set(layouts.values())))
+    return f"{kinds} {_digest(layouts)}"
+
+
+def _digest(described: dict[str, Any]) -> str:
+    text = json.dumps(described, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,7 +1,7 @@
 """What the two sides of the connector tell each other, inside vLLM's own metadata.
 
 Places and block ids, never token ids. Scheduler to workers: load and store jobs. Workers to scheduler: which
-stores are over.
+stores are over, and which loads failed.
 """
 
 from collections import Counter
@@ -63,17 +63,19 @@ class CellarMetadata(KVConnectorMetadata):
     namespace: bytes = b""  # encoded; empty while the scheduler has none
     loads: list[Job] = field(default_factory=list)
     stores: list[Job] = field(default_factory=list)
+    idle: bool = False  # the step has no forward
 
 
 @dataclass
-class StoresDone(KVConnectorWorkerMetadata):
-    """How many ranks are done with each store, whether it went well or not."""
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What ranks tell the scheduler side beyond what vLLM asks them."""
 
-    jobs: Counter[int] = field(default_factory=Counter)
+    stores: Counter[int] = field(default_factory=Counter)  # ranks that are done with a job, well or not
+    failed: set[str] = field(default_factory=set)  # requests whose load failed
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, StoresDone)
-        return StoresDone(self.jobs + other.jobs)
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(self.stores + other.stores, self.failed | other.failed)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 from kvcellar.config import default_socket
 from kvcellar.errors import ConfigError
 
-_KNOWN = {"socket", "require", "lookup_timeout_ms", "tenant"}
+_KNOWN = {"socket", "require", "lookup_timeout_ms", "tenant", "staging_mib"}
 
 
 class Options(NamedTuple):
@@ -17,6 +17,7 @@ class Options(NamedTuple):
     require: bool  # refuse to start without a server
     lookup_timeout: float  # seconds a request may wait for an answer
     tenant: str
+    staging_bytes: int  # of GPU memory per rank, where KV is in GPU memory
 
 
 def read_options(config: VllmConfig) -> Options:
@@ -30,6 +31,9 @@ def read_options(config: VllmConfig) -> Options:
     timeout = extra.get("lookup_timeout_ms", 50)
     if type(timeout) not in (int, float) or not 1 <= timeout <= 10_000:
         raise ConfigError(f"lookup_timeout_ms: got {timeout!r}, expected milliseconds from 1 to 10000")
+    staging = extra.get("staging_mib", 64)
+    if not isinstance(staging, int) or not 4 <= staging <= 4096:
+        raise ConfigError(f"staging_mib: got {staging!r}, expected a whole number from 4 to 4096")
     if not isinstance(extra.get("require", False), bool):
         raise ConfigError(f"require: got {extra['require']!r}, expected true or false")
     for name in ("socket", "tenant"):
@@ -43,4 +47,5 @@ def read_options(config: VllmConfig) -> Options:
         require=extra.get("require", False),
         lookup_timeout=timeout / 1000,
         tenant=extra.get("tenant", ""),
+        staging_bytes=staging << 20,
     )

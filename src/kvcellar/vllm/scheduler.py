@@ -7,10 +7,13 @@ is held by a lease until vLLM has blocks for it, or does not want it. Storing is
 import itertools
 import logging
 import secrets
+import time
 from collections.abc import Iterable
 
+import numpy as np
 from vllm.config import VllmConfig
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
@@ -20,9 +23,12 @@ from kvcellar.client import AdminClient, Grant, SchedulerClient
 from kvcellar.errors import BadRequest, CellarError, StartupError
 from kvcellar.identity import SKIP, Namespace, block_range, plan_load
 from kvcellar.slab import NO_PLACE
-from kvcellar.vllm.identity import check_supported, hash_block_tokens, make_namespace
-from kvcellar.vllm.jobs import CellarMetadata, GroupCopy, Job, StoresDone, TensorLayout, group_copy
+from kvcellar.vllm.adapters import Adapters
+from kvcellar.vllm.compat import derive_hash_seed, hash_block_tokens, warn_if_untested
+from kvcellar.vllm.identity import check_supported, make_namespace
+from kvcellar.vllm.jobs import CellarMetadata, GroupCopy, Job, TensorLayout, WorkerReport
 from kvcellar.vllm.options import Options
+from kvcellar.vllm.patience import Patience
 from kvcellar.vllm.stores import Stores
 from kvcellar.vllm.tracked import Tracked
 
@@ -37,6 +43,7 @@ class SchedulerSide:
         assert config.kv_transfer_config is not None
         # vLLM's default ends a request whose load failed. It is read after this constructor.
         config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._knows_seed = derive_hash_seed(config)
         self.stores = Stores(config.parallel_config.world_size)
         self._config = config
         self._kv_cache_config = kv_cache_config
@@ -50,10 +57,13 @@ class SchedulerSide:
         self._loads: list[Job] = []
         self._loading: dict[str, int] = {}  # request id -> lease, until all ranks have answered
         self._ids = itertools.count(1)
+        self._adapters = Adapters()
+        self._patience = Patience(time.monotonic)
         self._greet()
 
     def _greet(self) -> None:
         """Say at the engine's start, in one line, if there will be no cache."""
+        warn_if_untested()
         try:
             check_supported(self._config, self._kv_cache_config)
         except BadRequest as error:
@@ -79,12 +89,16 @@ class SchedulerSide:
             self._layouts |= layout.layers
             if layout.problem:
                 self._disable(layout.problem)
+        if self._knows_seed:
+            self._get_client()  # so that there is memory to store into when the first request comes
 
-    def bind(self, manager: KVCacheManager) -> None:
-        self.stores.bind(manager)
+    def bind(self, pool: BlockPool) -> None:
+        self.stores.bind(pool)
 
     def _get_client(self) -> SchedulerClient | None:
-        """Made at the first request: only then has vLLM derived the hash seed, a part of the namespace."""
+        """Made when the hash seed is known, which is a part of the namespace: at the first request at the
+        latest.
+        """
         if self._client is None and not self._problem:
             try:
                 namespace = self._make_namespace()
@@ -105,8 +119,8 @@ class SchedulerSide:
 
     # -- offering ---------------------------------------------------------------------------------------
 
-    def offer(self, request: Request, computed: int) -> tuple[int, bool]:
-        """How many tokens beyond `computed` can be loaded. Asking again costs nothing."""
+    def offer(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """How many tokens beyond `computed` can be loaded; None: ask later. Asking again costs nothing."""
         client = self._get_client()
         if client is None:
             return 0, False
@@ -115,6 +129,8 @@ class SchedulerSide:
             return 0, False
         if tracked.grant is None or tracked.asked_at != request.num_preemptions:
             self._ask(client, tracked, computed)
+        if not self._all_here(client, tracked):
+            return None, False
         assert tracked.grant is not None
         chunk = client.namespace.chunk_tokens
         alignment = max(group.block_tokens for group in client.namespace.groups)
@@ -127,8 +143,10 @@ class SchedulerSide:
     def _track(self, client: SchedulerClient, request: Request) -> Tracked:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            hashes = client.namespace.chunk_tokens // hash_block_tokens(self._kv_cache_config)
-            tracked = self._requests[request.request_id] = Tracked(request, hashes)
+            hashes = client.namespace.chunk_tokens // hash_block_tokens(self._config, self._kv_cache_config)
+            tracked = self._requests[request.request_id] = Tracked(
+                request, hashes, self._adapters.digest(request.lora_request)
+            )
         return tracked
 
     def _ask(self, client: SchedulerClient, tracked: Tracked, computed: int) -> None:
@@ -142,13 +160,39 @@ class SchedulerSide:
         tracked.asked_at = tracked.request.num_preemptions
         tracked.grant = _nothing(0)
         if chunks * chunk > computed:
-            tracked.grant = client.lookup(tracked.keys[:chunks], self._options.lookup_timeout)
+            had = computed // chunk
+            wait = self._patience.worth(chunks - had, chunk)
+            grant = client.lookup(tracked.keys[:chunks], self._options.lookup_timeout, wait)
+            self._patience.told(grant.lead_s, grant.chunk_s)
+            if grant.ticket:
+                pays = self._patience.worth(chunks - max(had, grant.chunks), chunk)
+                self._patience.begin(grant.ticket, wait if pays else 0.0)
+            tracked.grant = grant
         tracked.planned = tracked.grant.chunks
+
+    def _all_here(self, client: SchedulerClient, tracked: Tracked) -> bool:
+        """Has all come from tiers that is worth waiting for? Then the grant is all there is."""
+        grant = tracked.grant
+        if grant is None or not grant.ticket:
+            return True
+        brought = client.brought(grant.ticket)
+        if brought is None and self._patience.lasts(grant.ticket):
+            return False
+        if brought is not None and brought.lease:
+            self._give_back(tracked)
+            tracked.grant, tracked.planned = brought, brought.chunks
+            return True
+        client.give_up(grant.ticket)
+        tracked.grant = grant._replace(ticket=0)
+        return True
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """vLLM has blocks for the offer, or will not take it."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or tracked.grant is None or not tracked.grant.lease or tracked.loading:
+        if tracked is None:
+            return
+        tracked.blocks = blocks.blocks
+        if tracked.grant is None or not tracked.grant.lease or tracked.loading:
             return
         if not external:
             self._give_back(tracked)
@@ -173,22 +217,29 @@ class SchedulerSide:
         assert tracked.grant is not None
         namespace = client.namespace
         size, per_chunk = namespace.groups[group].block_tokens, namespace.chunk_tokens
-        places, rows = {}, []
-        for chunk in chunks:
-            place = int(tracked.grant.places[group][chunk])
-            row = [
-                ids[at] if at * size >= tracked.computed and at < len(ids) and ids[at] != NULL_BLOCK else SKIP
-                for at in block_range(chunk * per_chunk, (chunk + 1) * per_chunk, size)
-            ]
-            if place != NO_PLACE and any(block != SKIP for block in row):
-                places[chunk] = place
-                rows.append(row)
-        return group_copy(namespace, group, places, rows, tracked.keys)
+        span = block_range(chunks.start * per_chunk, chunks.stop * per_chunk, size)
+        rows = np.full(len(span), SKIP, dtype=np.int64)
+        had = max(0, -(-tracked.computed // size) - span.start)
+        there = np.asarray(ids[span.start : span.stop], dtype=np.int64)
+        rows[had : len(there)] = there[had:]
+        rows[rows == NULL_BLOCK] = SKIP
+        table = rows.reshape(len(chunks), -1)
+        places = tracked.grant.places[group][chunks.start : chunks.stop]
+        wanted = np.flatnonzero((places != NO_PLACE) & (table != SKIP).any(axis=1))
+        numbers = (wanted + chunks.start).tolist()
+        return GroupCopy(
+            group, places[wanted], table[wanted], numbers, [tracked.keys[number] for number in numbers]
+        )
 
     def _give_back(self, tracked: Tracked) -> None:
         """No rank was told: the whole lease goes back at once."""
         grant = tracked.grant
-        if grant is None or not grant.lease or tracked.loading or self._client is None:
+        if grant is None or tracked.loading or self._client is None:
+            return
+        if grant.ticket:
+            self._client.give_up(grant.ticket)
+            self._patience.forget(grant.ticket)
+        if not grant.lease:
             return
         self._client.release(grant.lease, 0, grant.chunks)
         self._client.forget(grant.lease)
@@ -207,9 +258,19 @@ class SchedulerSide:
             if tracked is not None:
                 self.stores.plan(client, tracked, scheduled)
         client.flush()
-        return CellarMetadata(client.namespace.encode(), loads, jobs)
+        self._patience.step_begins(output.total_num_scheduled_tokens)
+        return CellarMetadata(
+            client.namespace.encode(), loads, jobs, idle=not output.total_num_scheduled_tokens
+        )
 
     def step_done(self, output: KVConnectorOutput) -> None:
+        self._patience.step_ends()
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            for job_id, ranks in report.stores.items():
+                self.stores.answered(self._client, job_id, ranks)
+            for request_id in report.failed & self._requests.keys():
+                self._requests[request_id].failed = True
         for request_id in output.finished_recving or ():
             lease = self._loading.pop(request_id, None)
             if lease is not None and self._client is not None:
@@ -219,12 +280,8 @@ class SchedulerSide:
                 continue
             tracked.loading = False
             tracked.grant = _nothing(tracked.grant.chunks if tracked.grant else 0)
-            if request_id in output.failed_recving:
-                tracked.failed = True
+            if tracked.failed:
                 tracked.planned = 0  # what was bad is gone from the cache, and worth storing again
-        if isinstance(output.kv_connector_worker_meta, StoresDone):
-            for job_id, ranks in output.kv_connector_worker_meta.jobs.items():
-                self.stores.answered(self._client, job_id, ranks)
 
     def finished(self, request: Request) -> None:
         tracked = self._requests.pop(request.request_id, None)

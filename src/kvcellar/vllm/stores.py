@@ -8,9 +8,10 @@ run. How many are held is bounded, and so is the wait for places.
 
 import itertools
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.block_pool import BlockPool
 
 from kvcellar.client import Grant, SchedulerClient
 from kvcellar.identity import ChunkKey, Namespace, block_range
@@ -19,7 +20,7 @@ from kvcellar.vllm.jobs import Job, group_copy
 from kvcellar.vllm.tracked import Tracked
 
 # Blocks that stores may hold, as a share of the pool.
-_HELD_SHARE = 10
+_HELD_SHARE = 4
 # How long blocks are held for a server that does not say where to put them.
 _RESERVE_S = 2.0
 
@@ -29,7 +30,8 @@ Blocks = dict[int, list[Any]]  # by group: block objects of vLLM's pool
 class _Plan(NamedTuple):
     """Chunks about to be stored."""
 
-    request_id: str
+    tracked: Tracked
+    first: int
     keys: list[ChunkKey]
     groups: list[int]
     blocks: list[Blocks]  # by chunk
@@ -50,14 +52,14 @@ class _Store(NamedTuple):
 class Stores:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._manager: KVCacheManager | None = None
+        self._pool: BlockPool | None = None
         self._plans: dict[int, _Plan] = {}
         self._stores: dict[int, _Store] = {}
         self._held = 0
         self._ids = itertools.count(1)
 
-    def bind(self, manager: KVCacheManager) -> None:
-        self._manager = manager
+    def bind(self, pool: BlockPool) -> None:
+        self._pool = pool
 
     def __bool__(self) -> bool:
         """Whether blocks are held."""
@@ -74,9 +76,7 @@ class Stores:
         stop = min(done, tracked.hashed_chunks())
         if stop <= tracked.planned:
             return
-        assert self._manager is not None
-        mine = self._manager.get_blocks(tracked.request.request_id).blocks
-        chunks = [_blocks_of(namespace, mine, chunk) for chunk in range(tracked.planned, stop)]
+        chunks = [_blocks_of(namespace, tracked.blocks, chunk) for chunk in range(tracked.planned, stop)]
         # Runs of chunks that have blocks in the same groups: a window group has none for what has slid out.
         for groups, run in itertools.groupby(chunks, sorted):
             blocks = list(run)
@@ -88,21 +88,21 @@ class Stores:
                 return  # too many are held already: go on at the next step
 
     def _fitting(self, chunks: list[Blocks]) -> int:
-        assert self._manager is not None
+        assert self._pool is not None
         sizes = list(itertools.accumulate(sum(map(len, chunk.values())) for chunk in chunks))
-        share = self._manager.block_pool.num_gpu_blocks // _HELD_SHARE
+        share = self._pool.num_gpu_blocks // _HELD_SHARE
         room = max(share, sizes[0]) - self._held  # one chunk may always be on its way
         return sum(size <= room for size in sizes)
 
     def _hold(
         self, client: SchedulerClient, tracked: Tracked, groups: list[int], blocks: list[Blocks]
     ) -> None:
-        assert self._manager is not None
+        assert self._pool is not None
         first = tracked.planned
         keys = tracked.keys[first : first + len(blocks)]
-        plan = _Plan(tracked.request.request_id, keys, groups, blocks, time.monotonic() + _RESERVE_S)
+        plan = _Plan(tracked, first, keys, groups, blocks, time.monotonic() + _RESERVE_S)
         held = plan.all_blocks()
-        self._manager.block_pool.touch(held)
+        self._pool.touch(held)
         self._held += len(held)
         tag = next(self._ids)
         self._plans[tag] = plan
@@ -125,6 +125,8 @@ class Stores:
                 client.abort(grant.lease, 0, grant.chunks)
                 client.forget(grant.lease)
             return None
+        if grant.chunks < len(plan.keys):
+            plan.tracked.refused(plan.first + grant.chunks)
         copies, kept = [], []
         for group, row in zip(plan.groups, grant.places, strict=False):
             places = {chunk: place for chunk, place in enumerate(row.tolist()) if place != NO_PLACE}
@@ -136,7 +138,7 @@ class Stores:
         self._let_go([block for block in plan.all_blocks() if id(block) not in keeping])
         if not grant.lease:
             return None
-        job = Job(next(self._ids), plan.request_id, grant.lease, 0, grant.chunks, copies)
+        job = Job(next(self._ids), plan.tracked.request.request_id, grant.lease, 0, grant.chunks, copies)
         self._stores[job.id] = _Store(grant.lease, kept, self._world_size)
         return job
 
@@ -158,19 +160,19 @@ class Stores:
 
     def _let_go(self, blocks: list[Any]) -> None:
         if blocks:
-            assert self._manager is not None
+            assert self._pool is not None
             self._held -= len(blocks)
             # In reverse, as vLLM frees a request: later blocks are evicted first.
-            self._manager.block_pool.free_blocks(reversed(blocks))
+            self._pool.free_blocks(reversed(blocks))
 
 
-def _blocks_of(namespace: Namespace, mine: Any, chunk: int) -> Blocks:
+def _blocks_of(namespace: Namespace, mine: Sequence[Sequence[Any]], chunk: int) -> Blocks:
     """The blocks of one chunk, in the groups that have all of them."""
     start, stop = chunk * namespace.chunk_tokens, (chunk + 1) * namespace.chunk_tokens
     found = {}
-    for group, spec in enumerate(namespace.groups):
+    for group, (spec, all_blocks) in enumerate(zip(namespace.groups, mine, strict=False)):
         span = block_range(start, stop, spec.block_tokens)
-        blocks = list(mine[group][span.start : span.stop])
+        blocks = list(all_blocks[span.start : span.stop])
         if len(blocks) == len(span) and not any(block.is_null for block in blocks):
             found[group] = blocks
     return found

@@ -1,13 +1,19 @@
 """What the connector's scheduler side knows of one request."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from vllm.v1.request import Request
 
 from kvcellar.client import Grant
 from kvcellar.identity import KEY_BYTES, ChunkKey
+from kvcellar.vllm.adapters import with_adapter
+
+_TRIES = 4  # to store what there was no room for
 
 
 class Tracked:
-    def __init__(self, request: Request, hashes_per_chunk: int) -> None:
+    def __init__(self, request: Request, hashes_per_chunk: int, adapter: bytes | None) -> None:
         self.request = request
         self.keys: list[ChunkKey] = []
         # What the cache has of it: asked for once, and again after a preemption.
@@ -17,8 +23,18 @@ class Tracked:
         self.loading = False
         self.failed = False  # a load went wrong: it is not offered the cache again
         self.planned = 0  # chunks before this one are stored, or on their way
+        # vLLM's own lists, which it keeps up to date: by group, the blocks the request has.
+        self.blocks: Sequence[Sequence[Any]] = ()
+        self._patience = _TRIES
         self.mixed_at = -1  # number of preemptions when the weights changed under its KV
         self._hashes_per_chunk = hashes_per_chunk
+        self._adapter = adapter  # digest of a LoRA adapter; None: it has none, so no chunk has a key
+
+    def refused(self, chunk: int) -> None:
+        """There was no room for this chunk and those after it: there may be at a later step."""
+        if self._patience:
+            self._patience -= 1
+            self.planned = min(self.planned, chunk)
 
     @property
     def is_mixed(self) -> bool:
@@ -31,8 +47,10 @@ class Tracked:
         vLLM hashes only tokens that are certain, so neither drafts nor placeholders are among them. A block's
         hash covers everything before it, and with it does a chunk's key.
         """
+        if self._adapter is None:
+            return 0
         hashes = self.request.block_hashes
         for chunk in range(len(self.keys), len(hashes) // self._hashes_per_chunk):
             last = hashes[(chunk + 1) * self._hashes_per_chunk - 1]
-            self.keys.append(ChunkKey(bytes(last[:KEY_BYTES])))
+            self.keys.append(with_adapter(bytes(last[:KEY_BYTES]), self._adapter))
         return len(self.keys)

@@ -14,10 +14,12 @@ import msgspec
 from kvcellar.errors import BadRequest
 from kvcellar.identity import ID_BYTES, KEY_BYTES, ChunkKey, Namespace
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_KEYS = 65_536
 MAX_OPS = 256
+MAX_WAIT_MS = 60_000
+MAX_OUTLOOK_US = 1 << 40
 
 _KEY = struct.Struct(f"{KEY_BYTES}s")
 Meta = msgspec.Meta
@@ -27,6 +29,8 @@ KeysField = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=MAX_KEYS * KE
 LeaseField = Annotated[int, Meta(ge=0, lt=1 << 62)]
 ChunkField = Annotated[int, Meta(ge=0, le=MAX_KEYS)]
 GroupField = Annotated[int, Meta(ge=0, lt=64)]
+TicketField = Annotated[int, Meta(ge=0, lt=1 << 62)]
+OutlookField = Annotated[int, Meta(ge=0, le=MAX_OUTLOOK_US)]
 RackField = Annotated[int, Meta(ge=0, lt=1 << 14)]
 Text = Annotated[str, Meta(max_length=1024)]
 
@@ -87,10 +91,19 @@ class Register(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """The longest prefix of these chunks that is here, pinned for all ranks -> Granted."""
+    """The longest prefix of these chunks that is in memory, pinned for all ranks -> Granted. `wait_ms`: if
+    tiers may have more, bring it up, and say Brought within this time.
+    """
 
     namespace: NamespaceIdField
     keys: KeysField
+    wait_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)] = 0
+
+
+class Abandon(Message, frozen=True):
+    """Nobody waits for Brought with this ticket any more; it may be under way -> Settled."""
+
+    ticket: TicketField
 
 
 class Reserve(Message, frozen=True):
@@ -177,12 +190,18 @@ class Registered(Message, frozen=True):
 
 
 class Granted(Message, frozen=True):
-    """`places` by group, packed, 0xFFFFFFFF where there is nothing to read or write; lease 0: none."""
+    """`places` by group, packed, 0xFFFFFFFF where there is nothing to read or write; lease 0: none. With a
+    `ticket`, Brought will follow. From a tier the first chunk takes `lead_us`, and each `chunk_us`; 0 if
+    not known.
+    """
 
     lease: LeaseField
     chunks: ChunkField
     places: tuple[bytes, ...]
     reason: Text = ""  # why it is not more: unknown_namespace, hold_limit, no_room
+    ticket: TicketField = 0
+    lead_us: OutlookField = 0
+    chunk_us: OutlookField = 0
 
 
 class Settled(Message, frozen=True):
@@ -208,6 +227,7 @@ Operation = (
     Ping
     | Register
     | Lookup
+    | Abandon
     | Reserve
     | Release
     | Commit
@@ -256,12 +276,23 @@ class RackLeaving(Message, frozen=True):
     rack: RackField
 
 
+class Brought(Message, frozen=True):
+    """To the scheduler: what the lookup with this ticket waited for. The whole hit under a lease of its own,
+    the part that was in memory included; lease 0: nothing more than was granted at once.
+    """
+
+    ticket: TicketField
+    lease: LeaseField
+    chunks: ChunkField
+    places: tuple[bytes, ...]
+
+
 class Goodbye(Message, frozen=True):
     """The server is going; it will refuse new work and close."""
 
 
 FromClient = Hello | Request
-FromServer = Welcome | Refused | Reply | RackAdded | RackLeaving | Goodbye
+FromServer = Welcome | Refused | Reply | RackAdded | RackLeaving | Brought | Goodbye
 
 
 # -- the descriptor connection -------------------------------------------------------------------------------

@@ -38,6 +38,22 @@ class SessionReport(msgspec.Struct, frozen=True):
     counts: dict[str, int]
 
 
+class TierReport(msgspec.Struct, frozen=True):
+    label: str
+    state: str  # up, scanning, no writes, down
+    reason: str  # why it is not up
+    objects: int  # 0 where the engine cannot tell
+    used_bytes: int
+    capacity_bytes: int
+    read_bytes: int
+    written_bytes: int
+    read_rate: float  # bytes per second, lately; 0 if not measured
+    write_rate: float
+    queued: int  # stripes that wait to be written
+    counts: dict[str, int]  # hits, misses, corrupt, errors, skipped, stuck: objects
+    dropped: dict[str, int]  # stripes not written: full, evicted, down, unlabelled, failed
+
+
 class StatusReport(msgspec.Struct, frozen=True):
     version: str
     pid: int
@@ -52,3 +68,4 @@ class StatusReport(msgspec.Struct, frozen=True):
     namespaces: list[NamespaceReport]
     sessions: list[SessionReport]
     counts: dict[str, int]
+    tiers: list[TierReport]

@@ -1,0 +1,247 @@
+"""How fast KV moves between paged GPU memory and slabs, beside what the bus reaches in the same minute.
+
+    python bench/gpu/copy.py [--json FILE]
+
+Every byte that is loaded is compared with what was stored, once. GB = 10**9 bytes.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from cuda.bindings import runtime as cudart
+
+from bench.gpu.shapes import KV_SHAPES
+from kvcellar.bench.machine import machine
+from kvcellar.identity import (
+    BlockHash,
+    ChunkKey,
+    Group,
+    Layer,
+    Namespace,
+    ParallelStrategy,
+    layout_of,
+    make_plan,
+)
+from kvcellar.slab import Bytes, Slab, SlabShape
+from kvcellar.transfer import Rows
+from kvcellar.transfer.cuda import CudaMover
+
+TOKENS = 64_000
+BLOCK_TOKENS = 16
+ROUNDS = 5
+DEVICE = torch.device("cuda", 0)
+H2D = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
+D2H = cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
+
+
+class Slot(NamedTuple):
+    payload: Bytes
+    header: np.void
+
+
+class Bed(NamedTuple):
+    """Paged memory on the GPU, slabs on the host, and a plan for all of it."""
+
+    mover: CudaMover
+    caches: list[list[torch.Tensor]]
+    slabs: list[Slab]
+    stores: list[Rows]
+    loads: list[Rows]
+    bytes: int
+
+    def slot(self, group: int, place: int) -> Slot:
+        return Slot(self.slabs[group].slot(place), self.slabs[group].headers[place])
+
+
+def namespace_of(model: str, chunk_tokens: int) -> Namespace:
+    groups = tuple(
+        Group(
+            BLOCK_TOKENS,
+            tuple(
+                Layer(f"{number}.{layer}", 2 * int(np.prod(shape.tensor))) for layer in range(shape.layers)
+            ),
+            kind="full",
+        )
+        for number, shape in enumerate(KV_SHAPES[model])
+    )
+    return Namespace(
+        engine="bench",
+        model=model,
+        weights="",
+        kv_dtype="bfloat16",
+        kv_layout="",
+        groups=groups,
+        parallel=ParallelStrategy(tp=1),
+        chunk_tokens=chunk_tokens,
+        block_hash=BlockHash("sha256", BLOCK_TOKENS, ""),
+        checksum="sum64",
+    )
+
+
+@contextlib.contextmanager
+def make_bed(model: str, chunk_tokens: int, *, check: bool, staging_mib: int) -> Iterator[Bed]:
+    namespace = namespace_of(model, chunk_tokens)
+    chunks, per_chunk = TOKENS // chunk_tokens, chunk_tokens // BLOCK_TOKENS
+    blocks = 2 * chunks * per_chunk + 1  # one half is stored, the other loaded into
+    caches = [
+        [torch.zeros((blocks, *shape.tensor), dtype=torch.int16, device=DEVICE) for _ in range(shape.layers)]
+        for shape in KV_SHAPES[model]
+    ]
+    for cache in (tensor for group in caches for tensor in group):
+        cache.random_()
+    order = np.random.default_rng(1).permutation(blocks - 1) + 1
+    halves = [part.reshape(chunks, per_chunk).tolist() for part in np.split(order, 2)]
+    keys = [ChunkKey(number.to_bytes(16, "little")) for number in range(chunks)]
+    with contextlib.ExitStack() as stack:
+        slabs, rows = [], []
+        for number in range(len(caches)):
+            layout = layout_of(namespace, 0, number)
+            slabs.append(stack.enter_context(pinned_slab(SlabShape(chunks, layout.slot_bytes))))
+            rows.append([Rows(make_plan(number, list(range(chunks)), half, layout), keys) for half in halves])
+        mover = CudaMover(namespace, 0, caches, blocks, staging_bytes=staging_mib << 20, check=check)
+        total = chunks * sum(layout_of(namespace, 0, number).object_bytes for number in range(len(caches)))
+        yield Bed(mover, caches, slabs, [row[0] for row in rows], [row[1] for row in rows], total)
+
+
+@contextlib.contextmanager
+def pinned_slab(shape: SlabShape) -> Iterator[Slab]:
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        os.posix_fallocate(file.fileno(), 0, shape.file_bytes)
+        slab = Slab(file.fileno(), shape)
+        (error,) = cudart.cudaHostRegister(*slab.extent, cudart.cudaHostRegisterPortable)
+        assert error == 0, error
+        try:
+            yield slab
+        finally:
+            cudart.cudaHostUnregister(slab.extent[0])
+
+
+def rate(bed: Bed, work: Callable[[], Any]) -> float:
+    """GB/s, median."""
+    times = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return bed.bytes / statistics.median(times) / 1e9
+
+
+def bus(bed: Bed, kind: Any, stream: torch.cuda.Stream) -> None:
+    """The same slots with plain copies, and nothing else."""
+    size = max(slab.shape.slot_bytes for slab in bed.slabs)
+    buffer = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    for group, slab in enumerate(bed.slabs):
+        size = bed.mover.object_bytes(group)
+        for number in range(slab.shape.slots):
+            host = slab.slot(number).ctypes.data
+            pair = (buffer.data_ptr(), host) if kind is H2D else (host, buffer.data_ptr())
+            cudart.cudaMemcpyAsync(*pair, size, kind, stream.cuda_stream)
+    stream.synchronize()
+
+
+def both(first: Callable[[], Any], second: Callable[[], Any]) -> None:
+    other = threading.Thread(target=second)
+    other.start()
+    first()
+    other.join()
+
+
+def same_bytes(bed: Bed) -> bool:
+    """Whether the blocks loaded into hold what the blocks stored from do."""
+    return all(
+        bool(
+            (
+                tensor[torch.from_numpy(stored.plan.blocks.reshape(-1)).to(DEVICE)]
+                == tensor[torch.from_numpy(loaded.plan.blocks.reshape(-1)).to(DEVICE)]
+            ).all()
+        )
+        for group, stored, loaded in zip(bed.caches, bed.stores, bed.loads, strict=True)
+        for tensor in group
+    )
+
+
+def measure(model: str, chunk_tokens: int, *, check: bool = True, staging_mib: int = 64) -> dict[str, Any]:
+    with make_bed(model, chunk_tokens, check=check, staging_mib=staging_mib) as bed:
+        up, down = torch.cuda.Stream(DEVICE), torch.cuda.Stream(DEVICE)
+
+        def store() -> None:
+            bed.mover.store(bed.stores, bed.slot, None)
+
+        def load() -> None:
+            failed = bed.mover.load(bed.loads, bed.slot, None)
+            assert not any(failed), failed
+
+        store(), load()
+        assert same_bytes(bed)
+        flip = bed.slabs[0].slot(3)
+        flip[1234] ^= 4
+        assert not check or bed.mover.load(bed.loads, bed.slot, None)[0] == [3], "a flipped bit went unseen"
+        flip[1234] ^= 4
+        row = {
+            "model": model,
+            "chunk_tokens": chunk_tokens,
+            "object_mib": bed.mover.object_bytes(0) / (1 << 20),
+            "checksum": check,
+            "staging_mib": staging_mib,
+            "limit_store": rate(bed, lambda: bus(bed, D2H, down)),
+            "store": rate(bed, store),
+            "limit_load": rate(bed, lambda: bus(bed, H2D, up)),
+            "load": rate(bed, load),
+            "limit_both": 2 * rate(bed, lambda: both(lambda: bus(bed, H2D, up), lambda: bus(bed, D2H, down))),
+        }
+        store()  # plain copies have left garbage in the slots
+        row["both"] = 2 * rate(bed, lambda: both(load, store))
+    torch.cuda.empty_cache()
+    for name in ("store", "load", "both"):
+        row[f"{name}_ratio"] = row[name] / row[f"limit_{name}"]
+    return row
+
+
+CASES: list[dict[str, Any]] = [
+    {"model": "llama8b", "chunk_tokens": 128},
+    {"model": "llama8b", "chunk_tokens": 128, "check": False},
+    {"model": "llama8b", "chunk_tokens": 64},
+    {"model": "llama8b", "chunk_tokens": 256},
+    {"model": "mla", "chunk_tokens": 128},
+    {"model": "hybrid", "chunk_tokens": 128},
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", help="write the figures there too")
+    args = parser.parse_args()
+    where = machine() | {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
+    rows = []
+    print("model     chunk  object  sum   store   of bus    load   of bus    both   of bus   (GB/s)")
+    for case in CASES:
+        row = measure(**case)
+        rows.append(row)
+        figures = "".join(
+            f"{row[what]:8.1f} {row[what + '_ratio']:8.3f}" for what in ("store", "load", "both")
+        )
+        checked = "on " if row["checksum"] else "off"
+        print(
+            f"{row['model']:9} {row['chunk_tokens']:5} {row['object_mib']:7.1f}  {checked}{figures}",
+            flush=True,
+        )
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"machine": where, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""`kvcellar doctor`: is each tier there, how fast is it, and what is wrong with it.
+
+Opens a tier's engine as the server would, and puts objects of its own through it: written, looked for, read,
+compared, deleted. Touches nothing else that is stored there. Knows nothing of servers.
+"""
+
+import json
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from kvcellar.errors import CellarError, EngineError
+from kvcellar.slab import PAGE
+from kvcellar.tiers.engine import Buffer, Engine
+from kvcellar.tiers.registry import parse_spec
+
+_SIZE = 4 << 20
+_ROUNDS = 4
+
+
+class Finding(NamedTuple):
+    """What became of one tier. Times in milliseconds; nothing but the problem if it is not usable."""
+
+    tier: str
+    problem: str = ""
+    open_ms: float = 0.0
+    exist_ms: float = 0.0
+    write_gbps: float = 0.0
+    read_gbps: float = 0.0
+
+
+def examine(urls: Sequence[str]) -> list[Finding]:
+    return [_examine(url) for url in urls]
+
+
+def print_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([_plain(finding) for finding in findings], indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for finding in findings:
+        if finding.problem:
+            console.print(f"[red]FAIL[/] {finding.tier}\n     ", end="")
+            console.print(finding.problem, markup=False)
+        else:
+            console.print(
+                f"[green]ok[/]   {finding.tier}: opened in {finding.open_ms:.0f} ms, one question "
+                f"{finding.exist_ms:.2f} ms, {_SIZE >> 20} MiB objects: write {finding.write_gbps:.2f} GB/s, "
+                f"read {finding.read_gbps:.2f} GB/s"
+            )
+
+
+def _plain(finding: Finding) -> dict[str, Any]:
+    if finding.problem:
+        return {"tier": finding.tier, "ok": False, "problem": finding.problem}
+    return {"tier": finding.tier, "ok": True} | {
+        name: round(value, 3) for name, value in finding._asdict().items() if name.endswith(("_ms", "_gbps"))
+    }
+
+
+def _examine(url: str) -> Finding:
+    label = url.partition("?")[0]
+    try:
+        spec = parse_spec(url)
+        label = spec.label
+        start = time.perf_counter()
+        engine = spec.open()
+        opened = time.perf_counter() - start
+        try:
+            return _measure(label, opened, engine)
+        finally:
+            engine.close()
+    except CellarError as error:
+        return Finding(label, str(error))
+
+
+def _measure(label: str, opened: float, engine: Engine) -> Finding:
+    source, target = _buffer(), _buffer()
+    source.header[:] = os.urandom(len(source.header))
+    source.payload[:] = os.urandom(_SIZE)
+    # A namespace that nobody has, so that nobody finds it even if we are killed in between.
+    names = [f"{secrets.token_hex(16)}/{secrets.token_hex(16)}-0-0" for _ in range(_ROUNDS)]
+    with _cleaned(engine, names):
+        write = [_time(lambda name=name: engine.write(name, source)) for name in names]  # type: ignore[misc]
+        exist = [
+            _time(lambda: _must(all(engine.exist(names)), "what was written is not found")) for _ in names
+        ]
+        read = [
+            _time(lambda name=name: _must(engine.read(name, target), "what was written cannot be read"))  # type: ignore[misc]
+            for name in names
+        ]
+        same = source.header == target.header and source.payload == target.payload
+        _must(same, "what was read is not what was written")
+    _must(not any(engine.exist(names)), "what was deleted is still there")
+    # The best of each: the first pays for connections and fresh memory.
+    return Finding(
+        label, "", opened * 1e3, min(exist) * 1e3, _SIZE / min(write) / 1e9, _SIZE / min(read) / 1e9
+    )
+
+
+@contextmanager
+def _cleaned(engine: Engine, names: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        engine.delete(names)
+
+
+def _buffer() -> Buffer:
+    memory = memoryview(mmap.mmap(-1, PAGE + _SIZE))
+    return Buffer(memory[:64], memory[PAGE:], _SIZE)
+
+
+def _time(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _must(true: bool, otherwise: str) -> None:
+    if not true:
+        raise EngineError(otherwise)

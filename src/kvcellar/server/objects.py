@@ -1,0 +1,104 @@
+"""Stripes as tiers see them: named objects, one per shard, with their bytes in slabs that the server maps.
+
+The server maps a slab only when a tier reads or writes in it. Whoever asks for a buffer holds the stripe (a
+pin, or the place it is being written to), so the rack cannot be taken back meanwhile.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcellar.arena import Arena, Rack, RackKey
+from kvcellar.errors import BadRequest
+from kvcellar.identity import ChunkKey, NamespaceId, layout_of
+from kvcellar.ledger import Room
+from kvcellar.slab import Place, Slab, rack_of, slot_of
+from kvcellar.tiers.engine import Buffer, object_name
+from kvcellar.tiers.seal import Seal
+
+log = logging.getLogger(__name__)
+
+_MAX_GOODS = 64
+
+
+class StoredObject(NamedTuple):
+    name: str
+    buffer: Buffer
+    seal: Seal
+
+
+class Goods:
+    """What is the same for all objects of one namespace."""
+
+    def __init__(self, room: Room) -> None:
+        namespace = room.namespace
+        self.room = room
+        self.namespace_id: NamespaceId = namespace.id  # hashed once, not at every use
+        self.shards = namespace.parallel.kv_world_size
+        self._seals: dict[tuple[int, int], Seal] = {}
+        self._sizes: dict[tuple[int, int], int] = {}
+        for group in range(len(namespace.groups)):
+            for shard in range(self.shards):
+                self._seals[group, shard] = Seal(namespace, shard, group)
+                self._sizes[group, shard] = layout_of(namespace, shard, group).object_bytes
+
+    def seal(self, group: int, shard: int) -> Seal:
+        return self._seals[group, shard]
+
+    def size(self, group: int, shard: int) -> int:
+        return self._sizes[group, shard]
+
+    def probe_name(self, group: int, key: ChunkKey) -> str:
+        """The object whose presence speaks for the stripe. If it lies, reading the others will show."""
+        return object_name(self.namespace_id, key, group, self.shards - 1)
+
+
+class Objects:
+    def __init__(self, arena: Arena, unmapped: Callable[[memoryview], None] = lambda _: None) -> None:
+        self._arena = arena
+        self._unmapped = unmapped  # is told of memory that no buffer will be cut from again
+        self._goods: dict[Room, Goods | None] = {}
+        self._slabs: dict[tuple[RackKey, int], tuple[Rack, Slab]] = {}
+
+    def goods(self, room: Room) -> Goods | None:
+        """None: objects of this namespace cannot be verified here, so they do not leave memory."""
+        if room not in self._goods:
+            if len(self._goods) >= _MAX_GOODS:
+                self._goods.clear()  # most are of engines long gone; the others are made again
+            try:
+                self._goods[room] = Goods(room)
+            except BadRequest as error:
+                log.warning("%s stays in memory, no tier can check it: %s", room.namespace.model, error)
+                self._goods[room] = None
+        return self._goods[room]
+
+    def of_stripe(self, goods: Goods, group: int, key: ChunkKey, place: Place) -> list[StoredObject]:
+        return [
+            StoredObject(
+                object_name(goods.namespace_id, key, group, shard),
+                self._buffer(goods, group, shard, place),
+                goods.seal(group, shard),
+            )
+            for shard in range(goods.shards)
+        ]
+
+    def _buffer(self, goods: Goods, group: int, shard: int, place: Place) -> Buffer:
+        key = RackKey(goods.namespace_id, group, rack_of(place))
+        rack = self._arena.racks[key]
+        known = self._slabs.get((key, shard))
+        if known is None or known[0] is not rack:  # numbers of racks are used again
+            self._forget_gone()
+            known = rack, Slab(rack.descriptors[shard], rack.spec.shapes[shard])
+            self._slabs[key, shard] = known
+        slab, slot = known[1], slot_of(place)
+        header = slab.headers[slot : slot + 1].view(np.uint8)
+        return Buffer(header.data, slab.slot(slot).data, goods.size(group, shard), slab.memory)
+
+    def _forget_gone(self) -> None:
+        racks = self._arena.racks
+        for at, (rack, slab) in list(self._slabs.items()):
+            if racks.get(at[0]) is not rack:
+                del self._slabs[at]
+                self._unmapped(slab.memory)

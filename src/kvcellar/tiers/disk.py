@@ -1,0 +1,285 @@
+"""The disk engine: objects in crates on a local file system, within a hard limit of bytes.
+
+    FOLDER/kvcellar-disk      says that the folder is ours, and is locked while a server uses it
+    FOLDER/crate-NNNN.*       see crate.py; everything else in the folder is somebody's, and left alone
+
+The books are in memory under one lock, which is never held during I/O. A slot that is being read or written
+is never given away. What an earlier server left is found again by a thread while this one serves: until then
+it is a miss. What to evict, and which size gets how much of the disk, is decided in books.py.
+"""
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import unquote
+
+from kvcellar.config import parse_bytes
+from kvcellar.errors import ConfigError, Corrupt, StartupError
+from kvcellar.identity import ChunkKey
+from kvcellar.ledger.stripe import Stripe
+from kvcellar.slab import PAGE, Place, place_of, rack_of, slot_of
+from kvcellar.tiers.books import Books, GiveUp, Grow
+from kvcellar.tiers.crate import MAX_NAME, Crate
+from kvcellar.tiers.engine import Buffer, EngineError, Usage
+from kvcellar.tiers.folder import Folder
+
+log = logging.getLogger(__name__)
+
+# Others may take what we made; past this something is wrong.
+_TRIES = 16
+
+
+class DiskEngine:
+    def __init__(
+        self, folder: Path, capacity: int | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Raises StartupError for a folder or a size that will not do."""
+        self._folder = Folder(folder)
+        try:
+            self._books = Books(self._folder.check_size(capacity), clock)
+        except StartupError:
+            self._folder.close()
+            raise
+        self._lock = threading.Condition()  # guards the three below; told of when a crate was made
+        self._crates: dict[int, Crate] = {}
+        self._closed = False
+        found = self._adopt()
+        self._books.scanning = bool(found)
+        threading.Thread(target=self._scan, args=(found,), name="kvcellar-disk-scan", daemon=True).start()
+
+    # -- the engine -------------------------------------------------------------------------------------
+
+    def write(self, name: str, source: Buffer) -> None:
+        digest = _digest(name)
+        self._check_open()
+        if digest in self._books.index:
+            return  # here already, or somebody is on it
+        place = self._take(-(-source.size // PAGE) * PAGE)
+        slot, stripe = slot_of(place), Stripe(ChunkKey(digest), place)
+        with self._lock:
+            if digest in self._books.index:
+                self._books.give(place)
+                return
+            self._books.index[digest] = stripe
+            crate = self._crates[rack_of(place)]
+        try:
+            crate.free(slot)  # what was evicted from it; only now, since nobody else writes there
+            crate.write(slot, source)
+            crate.mark(slot, name, source)
+        except OSError as error:
+            with self._lock:
+                del self._books.index[digest]
+                self._books.give(place)
+            raise self._trouble(error) from None
+        with self._lock:
+            self._books.publish(stripe)
+
+    def read(self, name: str, target: Buffer) -> bool:
+        stripe = self._pin(name)
+        if stripe is None:
+            return False
+        crate, slot = self._crates[rack_of(stripe.place)], slot_of(stripe.place)
+        try:
+            entry = crate.entry(slot)
+            if entry is not None and entry[:2] != (name, target.size):
+                return False
+            if entry is None or not crate.read(slot, target):
+                self.delete([name])  # somebody cut a file short, or wrote to it
+                return False
+            target.header[:] = entry[2]
+            return True
+        except OSError as error:
+            raise self._trouble(error) from None
+        finally:
+            self._unpin(stripe)
+
+    def exist(self, names: Sequence[str]) -> list[bool]:
+        self._check_open()
+        found = (self._books.index.get(_digest(name)) for name in names)
+        return [stripe is not None and stripe.ready for stripe in found]
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            stripe = self._pin(name)
+            if stripe is None:
+                continue
+            try:
+                self._crates[rack_of(stripe.place)].free(slot_of(stripe.place))
+            except OSError as error:
+                raise self._trouble(error) from None
+            finally:
+                with self._lock:
+                    if stripe.indexed:
+                        self._books.drop(stripe)
+                self._unpin(stripe)
+
+    def list(self) -> Iterator[tuple[str, int]]:
+        with self._lock:
+            self._check_open()
+            digests = [*self._books.index]
+        for digest in digests:
+            with self._lock:
+                stripe = self._books.pin(digest)
+            if stripe is None:
+                continue
+            crate = self._crates[rack_of(stripe.place)]
+            try:
+                entry = crate.entry(slot_of(stripe.place))
+            except OSError as error:
+                raise self._trouble(error) from None
+            finally:
+                self._unpin(stripe)
+            if entry is not None:
+                yield entry[0], crate.shape.slot_bytes
+
+    def usage(self) -> Usage:
+        books = self._books
+        return Usage(len(books.index), books.used, books.capacity, books.scanning)
+
+    def close(self) -> None:
+        """While something is still being read or written, files and lock stay until the process ends."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if not self._books.is_idle:
+                return
+            for crate in self._crates.values():
+                crate.close()
+        self._folder.close()
+
+    def check(self) -> None:
+        """Do the books balance? For tests, when nobody is reading, writing or scanning."""
+        with self._lock:
+            self._books.check()
+
+    # -- slots and crates -------------------------------------------------------------------------------
+
+    def _pin(self, name: str) -> Stripe | None:
+        with self._lock:
+            self._check_open()
+            return self._books.pin(_digest(name))
+
+    def _unpin(self, stripe: Stripe) -> None:
+        with self._lock:
+            self._books.unpin(stripe)
+
+    def _take(self, slot_bytes: int) -> Place:
+        for _ in range(_TRIES):
+            with self._lock:
+                self._check_open()
+                try:
+                    step = self._books.take(slot_bytes)
+                except EngineError as error:
+                    raise EngineError(f"{self._folder.path}: {error}") from None
+                if step is None:
+                    self._lock.wait(1.0)
+                    continue
+            if isinstance(step, Grow):
+                self._grow(step)
+            elif isinstance(step, GiveUp):
+                self._remove(step)
+            else:
+                return step
+        raise EngineError(f"{self._folder.path}: others took every slot that could be freed")
+
+    def _grow(self, step: Grow) -> None:
+        """A file system that gives no more is no error if we can evict."""
+        try:
+            crate = Crate.create(self._folder.path, step.number, step.shape)
+        except OSError as error:
+            log.warning("%s: no new crate: %s", self._folder.path, error.strerror)
+            with self._lock:
+                can_evict = self._books.not_grown(step, error.strerror or str(error))
+                self._lock.notify_all()
+            if not can_evict:
+                raise self._trouble(error) from None
+            return
+        with self._lock:
+            self._crates[step.number] = crate
+            self._books.grown(step)
+            self._lock.notify_all()
+
+    def _remove(self, step: GiveUp) -> None:
+        with self._lock:
+            crate = self._crates.pop(step.number)
+        try:
+            crate.remove()
+        except OSError as error:  # its bytes go on counting
+            raise self._trouble(error) from None
+        with self._lock:
+            self._books.removed(step)
+
+    # -- what an earlier server left --------------------------------------------------------------------
+
+    def _adopt(self) -> Sequence[Crate]:
+        """Open its crates; what is torn, or does not fit any more, is removed."""
+        for number in self._folder.crate_numbers():
+            try:
+                crate = Crate.open(self._folder.path, number)
+                if not self._books.fits(crate.shape):
+                    crate.close()
+                    raise Corrupt(f"crate {number} does not fit into {self._books.capacity} bytes any more")
+            except (OSError, Corrupt) as error:
+                log.warning("%s: not adopted: %s", self._folder.path, error)
+                self._folder.remove_crate(number)
+                continue
+            self._books.adopt(number, crate.shape)
+            self._crates[number] = crate
+        return [*self._crates.values()]
+
+    def _scan(self, crates: Sequence[Crate]) -> None:
+        started = time.monotonic()
+        for crate in crates:
+            if self._closed:
+                break
+            try:
+                self._scan_crate(crate)
+            except OSError as error:
+                log.warning("%s: cannot scan %s: %s", self._folder.path, crate, error.strerror)
+        self._books.scanning = False
+        if crates:
+            took, count = time.monotonic() - started, len(self._books.index)
+            log.info("%s: %d objects found again in %.1f s", self._folder.path, count, took)
+
+    def _scan_crate(self, crate: Crate) -> None:
+        kept = set()
+        for slot, name in crate.scan():
+            with self._lock:
+                if self._books.found(ChunkKey(_digest(name)), place_of(crate.number, slot)):
+                    kept.add(slot)
+        with self._lock:
+            self._books.scanned(crate.number, kept)
+
+    # -- trouble ----------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("closed")
+
+    def _trouble(self, error: OSError) -> EngineError:
+        return EngineError(f"{self._folder.path}: {error.strerror or error}")
+
+
+def open_disk(url: str, options: Mapping[str, str]) -> DiskEngine:
+    """disk:///path?size=200GiB"""
+    path = unquote(url.removeprefix("disk://"))
+    if not path.startswith("/"):
+        raise ConfigError(f"{url}: expected disk:///PATH, with three slashes")
+    if unknown := set(options) - {"size"}:
+        raise ConfigError(f"{url}: unknown option {min(unknown)!r}; known is size")
+    try:
+        size = parse_bytes(options["size"]) if "size" in options else None
+    except ValueError as error:
+        raise ConfigError(f"{url}: size: got {options['size']!r}, expected {error}") from None
+    return DiskEngine(Path(path), size)
+
+
+def _digest(name: str) -> bytes:
+    raw = name.encode()
+    if len(raw) > MAX_NAME:
+        raise EngineError(f"a name of {len(raw)} bytes; at most {MAX_NAME}")
+    return hashlib.blake2b(raw, digest_size=16).digest()

@@ -1,0 +1,233 @@
+"""Which node of Redis or Valkey has a key, and connections to it. redis-py connects, authenticates and pools.
+
+One server is a cluster of one node here. A node that did not answer in time is left alone for a moment, so
+that a dead one costs fast errors; the others go on. Knows nothing of values.
+"""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+from redis.credentials import CredentialProvider
+from redis.maint_notifications import MaintNotificationsConfig
+from redis.retry import Retry
+
+from kvcellar.errors import EngineError
+from kvcellar.tiers.redis_wire import Redirect, ReplyError, Wire, WireError
+from kvcellar.tiers.remote import Address, Secret
+
+# How long a node that timed out is not asked again, and how often the map of slots is fetched at most.
+_REST_S = 1.0
+
+
+class Login(CredentialProvider):
+    """Asked at each connect, so that a changed password is used without a restart."""
+
+    def __init__(self, username: str, password: Secret | None) -> None:
+        self._username = username
+        self._password = password
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        password = self._password.read() if self._password else ""
+        return (self._username, password) if self._username else (password,)
+
+
+class Node:
+    def __init__(self, address: Address, tls: dict[str, Any] | None, settings: dict[str, Any]) -> None:
+        self.address = address
+        kind = redis.Connection if tls is None else redis.SSLConnection
+        self._pool = redis.ConnectionPool(
+            connection_class=kind,
+            host=address.host,
+            port=address.port,
+            protocol=2,  # what redis_wire speaks
+            driver_info=None,  # saves two round trips of a new connection
+            retry=Retry(NoBackoff(), 0),  # the tier tries again, and knows how often
+            maint_notifications_config=MaintNotificationsConfig(enabled=False),
+            **settings,
+            **(tls or {}),
+        )
+        self._suspicion = "is it overloaded or stopped" + ("?" if tls is None else ", or without TLS?")
+        self.failed_at = float("-inf")
+
+    @contextmanager
+    def connection(self, deadline: float) -> Iterator[Wire]:
+        """One that is not left clean is closed and never used again: a reply may still be on its way."""
+        if time.monotonic() - self.failed_at < _REST_S:
+            raise EngineError(f"{self.address} did not answer a moment ago")
+        with self.guard():
+            connection = self._pool.get_connection()
+        wire = None
+        try:
+            # Not public: so redis-py is pinned to one major version, and a test holds it to this.
+            sock = connection._get_socket()
+            if sock is None:
+                raise EngineError(f"{self.address} closed the connection")
+            wire = Wire(sock, deadline)
+            yield wire
+        finally:
+            if wire is None or not wire.is_clean:
+                connection.disconnect()  # type: ignore[no-untyped-call]
+            self._pool.release(connection)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """What goes wrong inside is this node's fault, and becomes an EngineError; redirects pass."""
+        try:
+            yield
+        except Redirect:
+            raise
+        except (TimeoutError, redis.TimeoutError):
+            self.failed_at = time.monotonic()
+            raise EngineError(f"{self.address} did not answer in time; {self._suspicion}") from None
+        except (redis.RedisError, ReplyError, WireError, OSError, ValueError) as error:
+            raise EngineError(f"{self.address}: {explain(str(error))}") from None
+
+    def close(self) -> None:
+        self._pool.disconnect()
+
+
+class Nodes:
+    """The nodes, by slot. Threads share it; one at a time fetches the map, the others use the old one."""
+
+    def __init__(
+        self, seeds: list[Address], *, is_cluster: bool, make_node: Callable[[Address], Node]
+    ) -> None:
+        self._seeds = seeds
+        self._make_node = make_node
+        self._nodes: dict[Address, Node] = {}
+        self._slots: list[Address | None] = []
+        self._fetching = threading.Lock()
+        self._lock = threading.Lock()
+        self._is_old = True
+        self._fetched_at = float("-inf")
+        self._is_closed = False
+        self.is_cluster = is_cluster
+        if not is_cluster:
+            self._slots, self._is_old = [seeds[0]], False
+
+    def of_key(self, key: bytes, deadline: float) -> Node:
+        slots = self._map(deadline)
+        slot = key_slot(key) if self.is_cluster else 0
+        address = slots[slot]
+        if address is None:
+            self.is_outdated()
+            raise EngineError(self.uncovered())
+        return self.at(address)
+
+    def at(self, address: Address) -> Node:
+        with self._lock:
+            if self._is_closed:
+                raise EngineError("closed")
+            if address not in self._nodes:
+                self._nodes[address] = self._make_node(address)
+            return self._nodes[address]
+
+    def masters(self, deadline: float) -> list[Node]:
+        return [self.at(address) for address in sorted({one for one in self._map(deadline) if one})]
+
+    def is_outdated(self) -> None:
+        """Somebody met a node that is gone or has moved: fetch the map anew, soon."""
+        self._is_old = self.is_cluster
+
+    def uncovered(self) -> str:
+        """A sentence about slots that no node has, or nothing."""
+        gaps = [slot for slot, address in enumerate(self._slots) if address is None]
+        if not gaps:
+            return ""
+        return (
+            f"{len(gaps)} of {REDIS_CLUSTER_HASH_SLOTS} slots of the cluster have no node "
+            f"(the first is {gaps[0]}): start the node that had them, or give them to another "
+            "(`valkey-cli --cluster fix HOST:PORT`)"
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            nodes, self._nodes = list(self._nodes.values()), {}
+        for node in nodes:
+            node.close()
+
+    # -- the map ----------------------------------------------------------------------------------------
+
+    def _map(self, deadline: float) -> list[Address | None]:
+        due = self._is_old and time.monotonic() - self._fetched_at > _REST_S
+        if not self._slots:
+            with self._fetching:
+                if not self._slots:
+                    self._fetch(deadline)
+        elif due and self._fetching.acquire(blocking=False):
+            try:
+                with suppress(EngineError):  # the old map is better than none
+                    self._fetch(deadline)
+            finally:
+                self._fetching.release()
+        return self._slots
+
+    def _fetch(self, deadline: float) -> None:
+        self._fetched_at = time.monotonic()
+        known = {one: None for one in (*self._seeds, *self._slots) if one}
+        problem = EngineError("no nodes")
+        # Those that failed last are asked last.
+        for node in sorted(map(self.at, known), key=lambda node: node.failed_at):
+            try:
+                self._slots, self._is_old = self._ask(node, deadline), False
+                return
+            except EngineError as error:
+                problem = error
+        raise problem
+
+    @staticmethod
+    def _ask(node: Node, deadline: float) -> list[Address | None]:
+        slots: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
+        with node.connection(deadline) as wire, node.guard():
+            wire.send(b"CLUSTER", b"SLOTS")
+            for first, last, master, *_ in wire.array():
+                # An empty host means the one that was asked.
+                address = Address((master[0] or b"").decode() or node.address.host, master[1])
+                slots[first : last + 1] = [address] * (last + 1 - first)
+        return slots
+
+
+def explain(problem: str) -> str:
+    """What a server or redis-py says, with what to do about it."""
+    problem = re.sub(r"^Error -?\d+ connecting to \S+ ", "", problem)
+    for pattern, advice in _ADVICE:
+        if re.search(pattern, problem, re.I):
+            return f"{problem.rstrip('.')}: {advice}"
+    return problem
+
+
+_ADVICE = (
+    (
+        "NOAUTH|authentication required",
+        "it wants a password; name where it is with password_file= or password_env=",
+    ),
+    (
+        "WRONGPASS|invalid (username|password)",
+        "check what username=, password_file= or password_env= point to",
+    ),
+    ("without any password configured", "it has no password; leave password_file= and password_env= out"),
+    ("NOPERM", "this user may not do that; it needs GET, SET, GETRANGE, EXISTS, UNLINK and SCAN"),
+    ("^MOVED|^ASK", "this server belongs to a cluster; use redis+cluster:// in the URL"),
+    ("cluster support disabled", "this server is no cluster; use redis:// in the URL"),
+    (
+        "CLUSTERDOWN",
+        "part of the cluster is gone; with `cluster-require-full-coverage no` the rest stays usable",
+    ),
+    ("^OOM", "it is full; set `maxmemory-policy allkeys-lru` so that it makes room by itself"),
+    ("LOADING", "it is starting; it will be used when it is ready"),
+    ("READONLY", "this is a replica; name the master in the URL"),
+    ("MISCONF", "it cannot save its data to disk and refuses writes; see its log"),
+    ("reset by peer|was closed", "it hung up; if it speaks TLS on this port, use rediss:// in the URL"),
+    ("refused", "nothing listens there; is the server running, and is the port right?"),
+    ("Name or service not known|name resolution", "there is no such host"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not trusted; name the authority's with ca_file="),
+    ("WRONG_VERSION_NUMBER|record layer", "it does not speak TLS on this port; use redis:// or the TLS port"),
+)

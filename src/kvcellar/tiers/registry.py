@@ -1,0 +1,73 @@
+"""From `--tier scheme://...` to an engine: our own by name, others by entry point.
+
+A package adds a scheme with an entry point in the group `kvcellar.tiers`, whose name is the scheme and whose
+object is a factory(url, options) that returns an Engine: `url` is what the user wrote up to the question
+mark, `options` what follows it. A factory raises StartupError for settings that can never work, and
+EngineError when the engine is away and may come back.
+"""
+
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import NamedTuple, cast
+from urllib.parse import parse_qsl, urlsplit
+
+from kvcellar.errors import ConfigError
+from kvcellar.tiers.engine import Engine
+
+Factory = Callable[[str, Mapping[str, str]], Engine]
+
+GROUP = "kvcellar.tiers"
+# Imported when used: a server with a disk needs no S3 client.
+BUILT_IN = {
+    "disk": "kvcellar.tiers.disk:open_disk",
+    "memory": "kvcellar.tiers.memory:open_memory",
+    "mooncake": "kvcellar.tiers.mooncake:open_mooncake",
+    "redis": "kvcellar.tiers.redis:open_redis",
+    "redis+cluster": "kvcellar.tiers.redis:open_redis",
+    "rediss": "kvcellar.tiers.redis:open_redis",
+    "rediss+cluster": "kvcellar.tiers.redis:open_redis",
+    "s3": "kvcellar.tiers.s3:open_s3",
+}
+
+
+class TierSpec(NamedTuple):
+    label: str  # for people: no credentials, no options
+    open: Callable[[], Engine]
+
+
+def parse_spec(text: str) -> TierSpec:
+    """Raises ConfigError if nobody knows the scheme."""
+    url, _, query = text.partition("?")
+    scheme = urlsplit(url).scheme
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or "://" not in url:
+        raise ConfigError(f"--tier {_label(url)!r}: expected a URL such as disk:///var/cache/kv?size=200GiB")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    factory = _factory(scheme)
+    return TierSpec(_label(url), lambda: factory(url, options))
+
+
+def _factory(scheme: str) -> Factory:
+    if scheme in BUILT_IN:
+        module, _, name = BUILT_IN[scheme].partition(":")
+        try:
+            return cast(Factory, getattr(importlib.import_module(module), name))
+        except ModuleNotFoundError as error:
+            extra = module.rpartition(".")[2]
+            raise ConfigError(
+                f"--tier {scheme}://... needs the package {error.name}: pip install 'kvcellar[{extra}]'"
+            ) from None
+    added = {point.name: point for point in entry_points(group=GROUP)}
+    if scheme not in added:
+        known = ", ".join(sorted([*BUILT_IN, *added]))
+        raise ConfigError(
+            f"--tier {scheme}://...: unknown; known are {known}. A package adds one by an entry point in "
+            f"the group {GROUP!r}"
+        )
+    return cast(Factory, added[scheme].load())
+
+
+def _label(url: str) -> str:
+    """Without user and password."""
+    return re.sub(r"://[^/@]*@", "://", url)

@@ -1,0 +1,94 @@
+"""Slabs that the GPU's copy engines may reach: page-locked piece by piece.
+
+In the background as they are mapped, with pauses, since locking stops every other thread that talks to the
+driver; and at once where a copy needs it: to and from memory that is not locked, copies are slow and hold up
+the engine's own. A slab stays referenced as long as it is locked: memory must not be unmapped under the
+driver.
+"""
+
+import ctypes
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterable
+
+import torch
+from cuda.bindings import runtime as cudart
+
+from kvcellar.slab import Slab
+
+log = logging.getLogger(__name__)
+
+_PIECE = 32 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels refuse it, and locking takes longer
+_libc = ctypes.CDLL(None)
+
+# Between two pieces, each of which takes about as long: others want the driver too.
+_PAUSE_S = 0.002
+
+
+def slots_locked_together(slot_bytes: int) -> int:
+    """Slabs are locked in runs of so many slots: one copy must not touch two of them."""
+    return max(1, _PIECE // slot_bytes)
+
+
+class Pins:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._todo: queue.SimpleQueue[tuple[bool, Slab]] = queue.SimpleQueue()
+        self._pieces: dict[int, tuple[int, Slab]] = {}  # by address: bytes
+        self._locked: set[int] = set()
+        self._locking = threading.Lock()
+        threading.Thread(target=self._run, name="kvcellar-pins", daemon=True).start()
+
+    def mapped(self, slab: Slab) -> None:
+        size = slab.shape.slot_bytes
+        together = slots_locked_together(size)
+        for first in range(0, slab.shape.slots, together):
+            count = min(together, slab.shape.slots - first)
+            self._pieces[slab.slot(first).ctypes.data] = (count * size, slab)
+        self._todo.put((True, slab))
+
+    def unmapped(self, slab: Slab) -> None:
+        """No copy to or from it is under way, and none will follow."""
+        self._todo.put((False, slab))
+
+    def ensure(self, pieces: Iterable[int]) -> None:
+        """Lock these now, unless they are."""
+        for address in pieces:
+            if address not in self._locked:
+                self._lock(address)
+
+    def _run(self) -> None:
+        torch.cuda.set_device(self._device)
+        while True:
+            wanted, slab = self._todo.get()
+            for address in [address for address, (_, its) in self._pieces.items() if its is slab]:
+                if wanted and address not in self._locked:
+                    self._lock(address)
+                    time.sleep(_PAUSE_S)
+                elif not wanted:
+                    self._unlock(address)
+
+    def _lock(self, address: int) -> None:
+        with self._locking:
+            piece = self._pieces.get(address)
+            if address in self._locked or piece is None:
+                return
+            # First, and without the driver: finding the pages takes four times as long as locking them.
+            _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(piece[0]), _MADV_POPULATE_WRITE)
+            (error,) = cudart.cudaHostRegister(address, piece[0], cudart.cudaHostRegisterPortable)
+            if error != cudart.cudaError_t.cudaSuccess:
+                log.warning("KVCellar: copies will be slow, cannot page-lock memory: %s", error.name)
+                cudart.cudaGetLastError()  # it would surface in somebody else's call
+            # Also when it was refused: it would be again.
+            self._locked.add(address)
+
+    def _unlock(self, address: int) -> None:
+        with self._locking:
+            self._pieces.pop(address, None)
+            if address in self._locked:
+                self._locked.discard(address)
+                cudart.cudaHostUnregister(address)
+                cudart.cudaGetLastError()

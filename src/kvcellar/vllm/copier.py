@@ -1,0 +1,180 @@
+"""The threads of the connector's worker side that copy: one for loads, one for stores.
+
+A load that fails in any way, a checksum that does not match among them, is reported as failed, and vLLM
+computes those tokens itself; a store that fails is aborted. Every job is reported exactly once, also by ranks
+that have nothing to copy.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kvcellar.client import Slots, WorkerClient
+from kvcellar.errors import CellarError
+from kvcellar.identity import SKIP, CopyPlan
+from kvcellar.transfer import Mover, Rows
+from kvcellar.vllm.jobs import GroupCopy, Job
+
+log = logging.getLogger(__name__)
+
+# What a load or store may wait for its memory to be mapped, from when it was asked for: however many wait,
+# they wait no longer than one.
+_MAP_S = 2.0
+
+
+class _Task(NamedTuple):
+    job: Job
+    after: Any  # the fence
+    give_up: float
+
+
+@dataclass
+class Done:
+    """What happened since it was last asked."""
+
+    loads: set[str] = field(default_factory=set)  # requests whose load is over, well or not
+    failed: set[str] = field(default_factory=set)  # those where it was not
+    bad_blocks: set[int] = field(default_factory=set)  # of theirs
+    stores: Counter[int] = field(default_factory=Counter)  # jobs
+    counts: Counter[str] = field(default_factory=Counter)  # see metrics.py
+
+
+class Copier:
+    def __init__(self, client: WorkerClient, mover: Mover, done: Done, *, writes: bool) -> None:
+        """`done`: what an earlier one has not reported."""
+        self._client = client
+        self._mover = mover
+        self._writes = writes
+        self._done = done
+        self._loading = 0
+        self._changed = threading.Condition()  # guards the two above
+        self._loads: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._stores: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run_loads, name="kvcellar-loads", daemon=True),
+            threading.Thread(target=self._run_stores, name="kvcellar-stores", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, loads: list[Job], stores: list[Job]) -> None:
+        """To be called on the engine's thread: copies start after what it has launched so far."""
+        if not loads and not stores:
+            return
+        after, give_up = self._mover.fence(), time.monotonic() + _MAP_S
+        with self._changed:
+            self._loading += len(loads)
+        for job in loads:
+            self._loads.put(_Task(job, after, give_up))
+        for job in stores:
+            self._stores.put(_Task(job, after, give_up))
+
+    def wait_for_a_load(self, seconds: float) -> None:
+        """Until there is one to report, or none under way."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done.loads or not self._loading, seconds)
+
+    def take(self) -> Done:
+        with self._changed:
+            done, self._done = self._done, Done()
+        return done
+
+    def close(self) -> None:
+        """Finish what was started, then leave."""
+        self._loads.put(None)
+        self._stores.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    # -- loads ------------------------------------------------------------------------------------------
+
+    def _run_loads(self) -> None:
+        while (task := self._loads.get()) is not None:
+            job, started = task.job, time.monotonic()
+            bad = self._load(task)
+            with self._changed:
+                self._loading -= 1
+                self._changed.notify_all()
+                self._done.loads.add(job.request_id)
+                if bad:
+                    self._done.failed.add(job.request_id)
+                    self._done.bad_blocks |= bad
+                self._count("load", started, 0 if bad else self._bytes_of(job))
+                self._done.counts["loads_failed"] += bool(bad)
+
+    def _load(self, task: _Task) -> set[int]:
+        """Returns the blocks that hold garbage."""
+        job, bad = task.job, set[int]()
+        try:
+            with self._copying(task) as slots:
+                failed = self._mover.load([_rows(copy) for copy in job.copies], slots, task.after)
+            for copy, rows in zip(job.copies, failed, strict=True):
+                for row in rows:
+                    self._client.condemn(job.lease, copy.group, copy.chunks[row])
+                    bad |= _blocks(copy, row)
+            if bad:
+                log.warning("KVCellar: bytes do not match their checksum, computing instead")
+        except CellarError as error:
+            log.warning("KVCellar: a load failed, computing instead: %s", error)
+            bad = _all_blocks(job)
+        except Exception:  # whatever went wrong, vLLM must hear of it and compute
+            log.exception("KVCellar: a load broke, computing instead")
+            bad = _all_blocks(job)
+        self._client.release(job.lease, job.first, job.stop)
+        return bad
+
+    # -- stores -----------------------------------------------------------------------------------------
+
+    def _run_stores(self) -> None:
+        while (task := self._stores.get()) is not None:
+            job, started = task.job, time.monotonic()
+            good = self._store(task)
+            with self._changed:
+                self._done.stores[job.id] += 1
+                if self._writes:
+                    self._count("store", started, self._bytes_of(job) if good else 0)
+                    self._done.counts["stores_dropped"] += not good
+
+    def _store(self, task: _Task) -> bool:
+        """Whether it is stored, as far as this rank goes."""
+        if not self._writes:
+            return True
+        job = task.job
+        try:
+            with self._copying(task) as slots:
+                self._mover.store([_rows(copy) for copy in job.copies], slots, task.after)
+        except Exception as error:  # noqa: BLE001 - a store that breaks is a store less
+            log.warning("KVCellar: a store was dropped: %s", error)
+            self._client.abort(job.lease, job.first, job.stop)
+            return False
+        self._client.commit(job.lease, job.first, job.stop)
+        return True
+
+    def _copying(self, task: _Task) -> AbstractContextManager[Slots]:
+        self._client.wait_attached(max(0.0, task.give_up - time.monotonic()))
+        return self._client.copying(task.job.lease, max(0.0, task.give_up - time.monotonic()))
+
+    def _count(self, what: str, started: float, moved: int) -> None:
+        self._done.counts.update(
+            {f"{what}s": 1, f"{what}_bytes": moved, f"{what}_seconds": time.monotonic() - started}
+        )
+
+    def _bytes_of(self, job: Job) -> int:
+        return sum(len(copy.keys) * self._mover.object_bytes(copy.group) for copy in job.copies)
+
+
+def _rows(copy: GroupCopy) -> Rows:
+    return Rows(CopyPlan(copy.group, copy.places, copy.blocks), copy.keys)
+
+
+def _blocks(copy: GroupCopy, row: int) -> set[int]:
+    return set(copy.blocks[row].tolist()) - {SKIP}
+
+
+def _all_blocks(job: Job) -> set[int]:
+    return {block for copy in job.copies for row in range(len(copy.keys)) for block in _blocks(copy, row)}

@@ -1,0 +1,71 @@
+"""`kvcellar doctor` against real engines, well and ill."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvcellar", "doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment or None)
+
+
+def test_a_healthy_tier_is_measured_and_left_as_it_was(valkey):
+    valkey.say("FLUSHALL")
+    found = doctor("--json", "--tier", valkey.url)
+    assert found.returncode == 0, found.stderr
+    (finding,) = json.loads(found.stdout)
+    assert finding["ok"]
+    assert all(finding[figure] > 0 for figure in ("open_ms", "exist_ms", "write_gbps", "read_gbps"))
+    assert valkey.say("DBSIZE") == b":0\r\n"
+
+
+def test_each_tier_is_judged_apart(valkey, tmp_path):
+    found = doctor("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB", "--tier", "redis://127.0.0.1:1")
+    assert found.returncode == 1
+    assert "ok   disk://" in found.stdout
+    assert "FAIL redis://127.0.0.1:1" in found.stdout
+    assert "is the server running, and is the port right?" in found.stdout
+
+
+def test_tiers_come_from_variables_and_files_as_for_the_server(valkey, tmp_path):
+    config = tmp_path / "kvcellar.toml"
+    config.write_text(f'tier = ["{valkey.url}", "memory://"]\n')
+    assert doctor("--config", str(config)).stdout.count("ok ") == 2
+    assert doctor(KVCELLAR_TIER=valkey.url).stdout.count("ok ") == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("s3://bucket?endpoint=http://127.0.0.1:1", "it cannot be reached"),
+        ("mooncake://127.0.0.1:1", "is mooncake_master running there"),
+        ("redis://127.0.0.1:1?tll=5", "unknown option 'tll'"),
+        ("gopher://x", "unknown; known are"),
+    ],
+)
+def test_what_is_wrong_is_said(url, problem):
+    found = doctor("--tier", url, AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret")
+    assert found.returncode == 1
+    assert problem in found.stdout
+    assert "Traceback" not in found.stderr
+
+
+def test_nothing_to_examine_is_said():
+    found = doctor(KVCELLAR_TIER="")
+    assert found.returncode == 2
+    assert "name one with --tier URL or --disk PATH" in found.stderr
+
+
+def test_a_missing_package_is_said(tmp_path):
+    (tmp_path / "redis.py").write_text("raise ModuleNotFoundError(name='redis')")
+    found = doctor("--tier", "redis://127.0.0.1:1", PYTHONPATH=str(tmp_path))
+    assert "needs the package redis: pip install 'kvcellar[redis]'" in found.stdout
+
+
+def test_help_teaches():
+    text = doctor("--help").stdout
+    assert "kvcellar doctor --tier 'redis://" in text
+    assert "exit code is 0" in text

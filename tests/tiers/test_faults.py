@@ -1,0 +1,322 @@
+"""Real faults under a real server: 0 wrong bytes, everybody answered in time, all of it visible in status,
+and recovery without a restart.
+"""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from kvcellar.client import AdminClient
+from tests.server.engine import eventually
+from tests.support import keys
+from tests.tiers.test_disk_engine import fill_up, small_tmpfs
+from tests.tiers.test_serving import check
+
+__all__ = ["small_tmpfs"]
+
+
+def tier(server, number=0):
+    return server.status().tiers[number]
+
+
+def forget(server):
+    with AdminClient(server.socket) as admin:
+        admin.clear()
+
+
+# -- a tier that hangs ---------------------------------------------------------------------------------------
+
+
+def test_a_hanging_tier_delays_nobody_and_comes_back(gate, stopped_server, engine):
+    server = stopped_server.start()
+    one = engine()
+    one.store(20)
+    eventually(lambda: not tier(server).queued)
+    one.store(20, seed=1)
+    forget(server)
+    one.store(20, seed=1)
+    eventually(lambda: not tier(server).queued)
+    (gate / "hang").touch()
+    grant = one.scheduler.lookup(keys(20), 5.0, 0.3)
+    assert grant.ticket
+    assert one.hit(20, seed=1) == 20, "memory answers as if there were no tier"
+    assert one.wait_for(grant).lease == 0, "answered at its deadline, with nothing"
+    one.store(20, seed=2)
+    assert one.hit(20, seed=2) == 20, "stores go on too"
+    eventually(lambda: tier(server).state in ("down", "no writes"), 30)
+    assert "no answer within" in tier(server).reason
+    assert tier(server).counts["stuck"] > 0
+    (gate / "hang").unlink()
+    eventually(lambda: one.bring(20).chunks == 20, 60)
+    assert tier(server).state == "up"
+    grant = one.bring(20)
+    check(one, grant)
+
+
+def test_a_tier_that_stalls_while_it_reads_holds_nobody_past_its_deadline(gate, stopped_server, engine):
+    server = stopped_server.start()
+    one = engine()
+    one.store(20)
+    eventually(lambda: not tier(server).queued)
+    forget(server)
+    (gate / "stall").touch()
+    grants = [one.scheduler.lookup(keys(20), 5.0, 0.2) for _ in range(3)]
+    assert [one.wait_for(grant).lease for grant in grants] == [0, 0, 0]
+    (gate / "stall").unlink()
+    eventually(lambda: one.hit(1) == 1, 30)  # what was read after all is kept
+    check(one, one.bring(20))
+
+
+def test_a_server_with_a_hanging_tier_stops_in_time(gate, stopped_server, engine):
+    server = stopped_server.start()
+    one = engine()
+    one.store(20)
+    eventually(lambda: not tier(server).queued)
+    forget(server)
+    (gate / "hang").touch()
+    assert one.scheduler.lookup(keys(20), 5.0, 60.0).ticket
+    one.store(20, seed=1)
+    assert server.stop() == 0  # within the 10 seconds that `wait` has
+
+
+def test_a_read_that_hangs_keeps_its_place_until_it_ends(gate, stopped_server, engine):
+    """The engine of storage may still write there: nobody else may be given the place."""
+    server = stopped_server.start(memory="1MiB")
+    one = engine()
+    one.store(4)
+    eventually(lambda: not tier(server).queued)
+    forget(server)
+    (gate / "slow").write_text("4000")  # each read of a page takes a second, and more to come
+    grant = one.scheduler.lookup(keys(4), 5.0, 0.1)
+    assert one.wait_for(grant).lease == 0
+    for seed in range(100, 108):  # everything that may be taken is taken
+        one.store(100, seed)
+    [group] = server.status().namespaces[0].groups
+    assert group.stripes == group.slots - group.free
+    counted = ("hits", "misses", "corrupt", "skipped")
+    eventually(lambda: sum(tier(server).counts.get(name, 0) for name in counted) >= 4)
+    for seed in range(100, 108):
+        grant = one.lookup(100, seed)
+        if grant.lease:
+            assert one.read(grant, 0, seed) == []
+            one.release(grant)
+    (gate / "slow").unlink()
+
+
+def test_what_is_being_written_back_is_not_given_away(gate, stopped_server, engine):
+    """A slow tier reads from the slot all the while; what it ends up with must be what was committed."""
+    server = stopped_server.start(memory="1MiB")
+    one = engine()
+    (gate / "slow").write_text("10000")  # 0.4 s an object
+    one.store(6)
+    for seed in range(100, 108):  # many times what memory holds, while the first are being written
+        one.store(100, seed)
+    (gate / "slow").unlink()
+    eventually(lambda: not tier(server).queued, 60)
+    assert tier(server).written_bytes > 0
+    for seed in (0, *range(100, 108)):
+        grant = one.bring(100, seed)
+        if grant.lease:
+            check(one, grant, seed)
+    assert tier(server).counts.get("corrupt", 0) == 0
+
+
+# -- a tier that fails ---------------------------------------------------------------------------------------
+
+
+def test_a_failing_tier_is_shown_with_its_reason_and_comes_back(gate, stopped_server, engine):
+    server = stopped_server.start()
+    one = engine()
+    one.store(10)
+    eventually(lambda: not tier(server).queued)
+    (gate / "fail").write_text("Connection refused")
+    for seed in range(1, 5):
+        one.store(5, seed)
+        assert one.hit(5, seed) == 5
+    eventually(lambda: tier(server).state == "no writes")
+    assert tier(server).reason == "Connection refused"
+    eventually(lambda: sum(tier(server).dropped.values()) > 0)
+    forget(server)
+    eventually(lambda: one.bring(10, wait=0.5).chunks == 0 and tier(server).state == "down")
+    (gate / "fail").unlink()
+    eventually(lambda: one.bring(10).chunks == 10, 60)
+    check(one, one.bring(10))
+    one.store(5, seed=50)
+    eventually(lambda: tier(server).state == "up", 60)
+
+
+# -- a disk --------------------------------------------------------------------------------------------------
+
+
+def crate_data(folder: Path) -> Path:
+    [path] = folder.glob("crate-*.data")
+    return path
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_flipped_bits_are_a_miss_and_never_wrong_bytes(cold, engine, tmp_path, restart):
+    first = engine(session="first")
+    first.store(10)
+    cold.settled()
+    data = crate_data(tmp_path / "disk")
+    raw = bytearray(data.read_bytes())
+    raw[4 * 4096 + 100] ^= 1  # in the fifth chunk
+    if restart:
+        assert cold.server.stop() == 0
+        data.write_bytes(raw)
+        cold.start(memory="8MiB")
+    else:
+        fd = os.open(data, os.O_WRONLY)
+        os.pwrite(fd, bytes(raw[4 * 4096 : 5 * 4096]), 4 * 4096)
+        os.close(fd)
+    cold.forget()
+    second = engine(session="second")
+    grant = second.bring(10)
+    assert grant.chunks == 4
+    check(second, grant)
+    assert cold.tier().counts["corrupt"] == 1
+    second.store(10)
+    cold.settled()
+    cold.forget()
+    grant = second.bring(10)
+    assert grant.chunks == 10, "what was bad has been written again"
+    check(second, grant)
+
+
+def test_what_a_near_tier_has_lost_comes_from_a_far_one_and_is_written_again(
+    gate, stopped_server, engine, tmp_path
+):
+    server = stopped_server.start(disk=str(tmp_path / "disk"), disk_size="8MiB")
+    one = engine()
+    one.store(10)
+    eventually(lambda: not tier(server, 0).queued and not tier(server, 1).queued)
+    fd = os.open(crate_data(tmp_path / "disk"), os.O_WRONLY)
+    os.pwrite(fd, bytes(4096), 4 * 4096)
+    os.close(fd)
+    forget(server)
+    grant = one.bring(10)
+    assert grant.chunks == 10
+    check(one, grant)
+    assert tier(server, 0).counts["corrupt"] == 1
+    assert tier(server, 1).counts["hits"] == 1
+    eventually(lambda: tier(server, 0).objects == 10 and not tier(server, 0).queued)
+    forget(server)
+    check(one, one.bring(10))
+    assert tier(server, 1).counts["hits"] == 1, "this time the disk had all of it"
+
+
+def test_an_object_under_the_name_of_another_is_a_miss(cold, engine, tmp_path):
+    """The bytes are intact, but they are of another chunk."""
+    first = engine(session="first")
+    first.store(10)
+    cold.settled()
+    data = crate_data(tmp_path / "disk")
+    fd = os.open(data, os.O_RDWR)
+    os.pwrite(fd, os.pread(fd, 4096, 0), 2 * 4096)
+    os.close(fd)
+    cold.forget()
+    grant = engine(session="second").bring(10)
+    assert grant.chunks == 2
+
+
+def test_a_full_disk_is_shown_and_recovers(small_tmpfs, stopped_server, engine):
+    server = stopped_server.start(disk=str(small_tmpfs / "disk"), disk_size="8MiB")
+    filler = fill_up(small_tmpfs)
+    one = engine()
+    one.store(10)
+    eventually(lambda: tier(server).state == "no writes")
+    assert "No space left" in tier(server).reason
+    assert one.hit(10) == 10
+    filler.unlink()
+    seeds = iter(range(1, 10_000))
+    eventually(lambda: one.store(1, next(seeds)) and tier(server).state == "up", 60)
+    eventually(lambda: tier(server).objects > 0)
+
+
+def test_a_small_disk_is_never_over_its_size_under_load(stopped_server, engine, tmp_path):
+    folder = tmp_path / "disk"
+    server = stopped_server.start(disk=str(folder), disk_size="2MiB")
+    one, other = engine(session="one"), engine("tp2", session="other")
+    for seed in range(12):
+        one.store(100, seed)
+        other.store(50, seed)
+        eventually(lambda: tier(server).queued < 100)
+        assert sum(path.stat().st_size for path in folder.iterdir()) <= 2 << 20
+    report = tier(server)
+    assert report.used_bytes <= report.capacity_bytes == 2 << 20
+
+
+def test_a_second_server_on_the_folder_is_refused_in_one_sentence(cold, tmp_path):
+    command = [sys.executable, "-m", "kvcellar", "serve", "--memory", "1MiB"]
+    where = ["--socket", str(tmp_path / "t"), "--folder", f"/dev/shm/{tmp_path.name}-second"]
+    disk = ["--disk", str(tmp_path / "disk"), "--disk-size", "8MiB"]
+    done = subprocess.run([*command, *where, *disk], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert "another server is using" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--tier", "tape:///dev/nst0"], "unknown; known are disk, memory"),
+        (["--tier", "/just/a/path"], "URLs such as disk:///"),
+        (["--disk", "{tmp}/home", "--disk-size", "8MiB"], "choose an empty folder"),
+        (["--disk", "{tmp}/new", "--disk-size", "900TiB"], "lower the size"),
+        (["--disk", "{tmp}/new", "--disk-size", "lots"], "a size such as"),
+        (["--disk-size", "8MiB"], "name the folder too"),
+        (["--tier", "disk:///{tmp}/new?siez=8MiB"], "unknown option 'siez'"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(tmp_path, flags, says):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("mine")
+    given = [flag.replace("{tmp}", str(tmp_path)) for flag in flags]
+    where = ["--socket", str(tmp_path / "t"), "--folder", f"/dev/shm/{tmp_path.name}-refused"]
+    command = [sys.executable, "-m", "kvcellar", "serve", "--memory", "1MiB", *where, *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_lost_permission_is_survived_and_recovers(tmp_path):
+    """In a process that is not root: root may do anything."""
+    script = f"""
+        import os
+        from pathlib import Path
+        from kvcellar.errors import EngineError
+        from kvcellar.tiers.disk import DiskEngine
+        from tests.tiers.conformance import buffer, name_of, same
+        folder = Path({str(tmp_path / "disk")!r})
+        folder.mkdir(mode=0o700)
+        buffer(1, seed=0)  # imports what it needs, as long as that may be read
+        if os.geteuid() == 0:
+            os.chown(folder, 65534, 65534)
+            os.setuid(65534)
+        now = 0.0
+        engine = DiskEngine(folder, 8 << 20, clock=lambda: now)
+        engine.write(name_of(1), buffer(5000, seed=1))
+        folder.chmod(0o500)
+        try:
+            engine.write(name_of(2), buffer(50_000, seed=2))
+        except EngineError as error:
+            print(error)
+        read = buffer(5000)
+        assert engine.read(name_of(1), read) and same(read, buffer(5000, seed=1))
+        folder.chmod(0o700)
+        now = 60.0
+        engine.write(name_of(2), buffer(50_000, seed=2))
+        assert engine.exist([name_of(1), name_of(2)]) == [True, True]
+        print("recovered")
+    """
+    for parent in [tmp_path, *tmp_path.parents][:3]:
+        parent.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == [f"{tmp_path / 'disk'}: Permission denied", "recovered"], done.stderr

@@ -1,0 +1,185 @@
+"""A real cluster of three masters: sharing, redirection, and life with a part of it gone."""
+
+from collections.abc import Callable
+
+import pytest
+from redis.crc import key_slot
+
+from kvcellar.tiers import EngineError
+from kvcellar.tiers.redis import RedisEngine
+from tests.server.engine import eventually
+from tests.tiers.conformance import MIB, buffer, same
+from tests.tiers.remote import RemoteConformance
+from tools.backends import Valkey, ValkeyCluster
+
+LARGE = 32 * MIB
+
+
+@pytest.fixture
+def engine(cluster: ValkeyCluster, opened: Callable[..., RedisEngine]) -> RedisEngine:
+    for node in cluster.nodes:
+        node.say("FLUSHALL")
+    return opened(cluster.url)
+
+
+class TestCluster(RemoteConformance):
+    @pytest.fixture
+    def make(self, cluster, opened):
+        for node in cluster.nodes:
+            node.say("FLUSHALL")
+        return lambda: opened(cluster.url)
+
+
+def name_in(cluster: ValkeyCluster, number: int, nth: int = 0) -> str:
+    """A name whose key belongs to that node, while slots are divided as at the start."""
+    first, last = cluster.RANGES[number]
+    names = (f"ns/{candidate}" for candidate in range(10_000))
+    return [name for name in names if first <= key_slot(f"kvcellar:{name}".encode()) <= last][nth]
+
+
+def move_slot(cluster: ValkeyCluster, slot: int, target: Valkey) -> None:
+    identity = target.say("CLUSTER", "MYID").split(b"\r\n")[1].decode()
+    for node in (target, *cluster.nodes):
+        cluster.expect_ok(node, "CLUSTER", "SETSLOT", str(slot), "NODE", identity)
+
+
+def identity(node: Valkey) -> str:
+    return node.say("CLUSTER", "MYID").split(b"\r\n")[1].decode()
+
+
+def test_parts_lie_on_all_nodes(cluster, engine):
+    engine.write("ns/large", buffer(LARGE, seed=1))
+    assert all(int(node.say("DBSIZE")[1:]) >= 2 for node in cluster.nodes)
+    engine.delete(["ns/large"])
+    assert all(node.say("DBSIZE") == b":0\r\n" for node in cluster.nodes)
+
+
+def test_one_seed_is_enough_and_dead_seeds_are_passed_over(cluster, engine, opened):
+    engine.write("ns/shared", buffer(1000, seed=1))
+    other = opened(f"redis+cluster://127.0.0.1:1,127.0.0.1:{cluster.nodes[2].port}")
+    target = buffer(1000)
+    assert other.read("ns/shared", target)
+    assert same(buffer(1000, seed=1), target)
+
+
+def test_a_slot_that_moved_is_followed_and_remembered(cluster, engine):
+    name = name_in(cluster, 0)
+    slot = key_slot(f"kvcellar:{name}".encode())
+    engine.write("ns/large", buffer(LARGE, seed=1))
+    try:
+        move_slot(cluster, slot, cluster.nodes[1])
+        engine.write(name, buffer(3 * MIB, seed=1))
+        assert cluster.nodes[1].say("EXISTS", f"kvcellar:{name}") == b":1\r\n"
+        target = buffer(3 * MIB)
+        assert engine.read(name, target)
+        assert same(buffer(3 * MIB, seed=1), target)
+        assert engine.exist([name, "ns/large", name]) == [True, True, True]
+        assert name in dict(engine.list())
+        engine.delete([name])
+        assert engine.exist([name]) == [False]
+    finally:
+        move_slot(cluster, slot, cluster.nodes[0])
+
+
+def test_a_slot_on_its_way_is_asked_for_at_both_ends(cluster, engine):
+    source, target_node = cluster.nodes[0], cluster.nodes[1]
+    name = name_in(cluster, 0)
+    slot = str(key_slot(f"kvcellar:{name}".encode()))
+    cluster.expect_ok(target_node, "CLUSTER", "SETSLOT", slot, "IMPORTING", identity(source))
+    cluster.expect_ok(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", identity(target_node))
+    try:
+        engine.write(name, buffer(3 * MIB, seed=1))  # not at the source, so it is the other's already
+        assert source.say("EXISTS", f"kvcellar:{name}").startswith(b"-ASK ")
+        target = buffer(3 * MIB)
+        assert engine.read(name, target)
+        assert same(buffer(3 * MIB, seed=1), target)
+        assert engine.exist([name]) == [True]
+        engine.delete([name])
+        assert engine.exist([name]) == [False]
+    finally:
+        for node in (source, target_node):
+            cluster.expect_ok(node, "CLUSTER", "SETSLOT", slot, "STABLE")
+
+
+def test_a_missing_slot_range_is_said_and_the_rest_stays_usable(cluster, engine, opened):
+    lost, kept = name_in(cluster, 2), name_in(cluster, 0)
+    first, last = map(str, cluster.RANGES[2])
+    engine.write(kept, buffer(1000, seed=1))
+
+    def lost_by_all() -> bool:
+        """A node that still claims them would tell the others."""
+        for node in reversed(cluster.nodes):
+            node.say("CLUSTER", "DELSLOTSRANGE", first, last)
+        states = [node.say("CLUSTER", "INFO") for node in cluster.nodes]
+        return all(b"cluster_slots_assigned:10923" in state for state in states)
+
+    eventually(lost_by_all)
+    try:
+        with pytest.raises(
+            EngineError, match=r"5461 of 16384 slots of the cluster have no node .*--cluster fix"
+        ):
+            opened(cluster.url)
+        with pytest.raises(EngineError, match=r"slots|cluster-require-full-coverage|Hash slot"):
+            engine.write(lost, buffer(1000, seed=1))
+        assert engine.read(kept, buffer(1000))
+    finally:
+        cluster.expect_ok(cluster.nodes[2], "CLUSTER", "ADDSLOTSRANGE", first, last)
+    eventually(cluster.formed)
+
+    def heals() -> bool:
+        try:
+            engine.write(lost, buffer(1000, seed=1))
+        except EngineError:
+            return False
+        return all(engine.exist([lost, kept]))
+
+    eventually(heals)
+
+
+def test_a_paused_node_costs_its_own_keys_alone(cluster, opened):
+    engine = opened(cluster.url, timeout="0.4")
+    names = [name_in(cluster, number) for number in range(3)]
+    for name in names:
+        engine.write(name, buffer(1000, seed=1))
+    cluster.nodes[0].pause()
+    try:
+        with pytest.raises(EngineError, match="did not answer in time"):
+            engine.read(names[0], buffer(1000))
+        with pytest.raises(EngineError, match="a moment ago"):  # and this one costs nothing
+            engine.exist(names)
+        for name in names[1:]:
+            assert engine.read(name, buffer(1000))
+    finally:
+        cluster.nodes[0].resume()
+
+    def heals() -> bool:
+        try:
+            return all(engine.exist(names))
+        except EngineError:
+            return False
+
+    eventually(heals)
+    eventually(cluster.formed)
+
+
+def test_a_node_that_redirects_is_no_single_server(cluster, opened):
+    single = opened(f"redis://127.0.0.1:{cluster.nodes[0].port}")
+    with pytest.raises(EngineError, match=r"use redis\+cluster:// in the URL"):
+        single.write(name_in(cluster, 1), buffer(1000, seed=1))
+
+
+def test_a_killed_node_costs_fast_errors_and_its_own_keys_alone(cluster, opened):
+    """The last: the cluster does not come back from this."""
+    engine = opened(cluster.url)
+    names = [name_in(cluster, number) for number in range(3)]
+    for name in names:
+        engine.write(name, buffer(1000, seed=1))
+    cluster.nodes[1].kill()
+    with pytest.raises(EngineError, match="is the server running"):
+        engine.read(names[1], buffer(1000))
+    for name in (names[0], names[2]):
+        assert engine.read(name, buffer(1000))
+    with pytest.raises(EngineError, match="is the server running"):
+        engine.write("ns/large", buffer(LARGE, seed=1))
+    with pytest.raises(EngineError, match="is the server running"):
+        opened(cluster.url)

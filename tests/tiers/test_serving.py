@@ -1,0 +1,193 @@
+"""A real server with a disk tier, and engines that compare every byte: write-back, prefetch, restart."""
+
+import pytest
+
+from kvcellar.client import AdminClient
+from kvcellar.wire import messages as m
+from tests.server.engine import NAMESPACES, Child, eventually
+from tests.server.raw import hello
+from tests.support import keys
+
+
+def check(engine, grant, seed=0):
+    """Every rank reads its part, and all of it is right."""
+    for rank in engine.workers:
+        assert engine.read(grant, rank, seed) == []
+    engine.release(grant)
+
+
+@pytest.mark.parametrize("name", ["one", "tp2", "mla", "hybrid"])
+def test_what_was_stored_comes_back_from_disk_after_memory_was_wiped(cold, engine, name):
+    engine(name, session="first").store(12)
+    cold.wipe()
+    second = engine(name, session="second")
+    assert second.hit(12) == 0, "memory alone has nothing"
+    grant = second.bring(12)
+    assert grant.chunks == 12
+    check(second, grant)
+    assert second.hit(12) == 12, "it stays: there was room"
+    report = cold.tier()
+    assert report.counts["hits"] > 0
+    assert report.read_rate > 0
+    eventually(lambda: cold.server.leases() == 0)
+
+
+def test_sigterm_writes_back_what_is_queued(cold, engine):
+    engine(session="first").store(1000)
+    cold.wipe(memory="16MiB")
+    second = engine(session="second")
+    grant = second.bring(1000)
+    assert grant.chunks == 1000
+    check(second, grant)
+
+
+def test_the_part_in_memory_comes_at_once_and_the_rest_is_pushed(cold, engine):
+    first = engine(session="first")
+    first.store(10)
+    cold.settled()
+    cold.forget()
+    first.store(4)
+    grant = first.scheduler.lookup(keys(10), 5.0, 10.0)
+    assert grant.chunks == 4
+    assert grant.ticket
+    brought = first.wait_for(grant)
+    assert brought.chunks == 10
+    first.give_back(grant)
+    check(first, brought)
+
+
+def test_a_gap_ends_the_hit(cold, engine, tmp_path):
+    first = engine(session="first")
+    first.store(6)
+    cold.settled()
+    cold.forget()
+    assert engine(session="second").bring(10).chunks == 6
+
+
+def test_a_miss_is_said_soon_and_grants_nothing(cold, engine):
+    one = engine()
+    grant = one.scheduler.lookup(keys(5, seed=9), 5.0, 60.0)
+    assert grant.ticket
+    brought = one.wait_for(grant)
+    assert (brought.lease, brought.chunks) == (0, 0)
+
+
+def test_without_patience_tiers_are_not_asked(cold, engine):
+    one = engine()
+    one.store(5)
+    cold.settled()
+    cold.forget()
+    assert one.lookup(5).ticket == 0
+    assert cold.tier().counts.get("hits", 0) == 0
+
+
+def test_several_that_wait_for_the_same_cause_one_read(cold, engine):
+    engine(session="first").store(50)
+    cold.settled()
+    cold.forget()
+    others = [engine(session=f"other{number}") for number in range(3)]
+    grants = [one.scheduler.lookup(keys(50), 5.0, 10.0) for one in others]
+    for one, grant in zip(others, grants, strict=True):
+        brought = one.wait_for(grant)
+        assert brought.chunks == 50
+        check(one, brought)
+    assert cold.tier().counts["hits"] == 50
+
+
+def fill_memory(engine):
+    """Push everything else out of a memory of 1 MiB."""
+    for seed in range(100, 108):
+        engine.store(100, seed)
+
+
+def test_what_is_brought_into_full_memory_goes_with_its_last_reader(cold, engine):
+    cold.wipe(memory="1MiB")
+    one = engine("mla")
+    one.store(8)
+    cold.settled()
+    fill_memory(one)
+    assert one.hit(8) == 0, "it was evicted"
+    grant = one.bring(8)
+    assert grant.chunks == 8
+    one.read(grant, 0)
+    one.release(grant, 0)
+    assert one.hit(8) == 8, "rank 1 still has it"
+    one.read(grant, 1)
+    one.release(grant, 1)
+    assert one.hit(8) == 0, "temporary: gone with the last share"
+    grant = one.bring(8)
+    check(one, grant)
+    assert one.hit(8) == 8, "wanted twice: it stays"
+
+
+def test_giving_up_leaves_nothing_behind(cold, engine):
+    cold.wipe(memory="1MiB")
+    one = engine()
+    one.store(60)
+    cold.settled()
+    fill_memory(one)
+    grant = one.scheduler.lookup(keys(60), 5.0, 10.0)
+    one.scheduler.give_up(grant.ticket)
+    one.give_back(grant)
+    one.scheduler.flush()
+    assert one.hit(1, seed=12345) == 0  # whatever was pushed meanwhile has been heard, and given back
+    one.scheduler.flush()
+    eventually(lambda: cold.server.leases() == 0)
+    free = one.bring(60)
+    assert free.chunks == 60
+    check(one, free)
+
+
+def test_what_is_abandoned_in_the_same_breath_is_forgotten(cold, raw):
+    """Before the server has so much as begun to ask; three times as many as may wait."""
+    client = raw(hello())
+    client.register(NAMESPACES["one"])
+    for ticket in range(1, 201):
+        lookup = m.Lookup(NAMESPACES["one"].id, b"".join(keys(3, seed=ticket)), 60_000)
+        granted, _ = client.ask(lookup, m.Abandon(ticket))
+        assert granted.ticket == ticket
+
+
+def test_an_engine_that_dies_while_it_waits_leaves_nothing_behind(cold, engine, tmp_path):
+    first = engine(session="first")
+    first.store(100)
+    cold.settled()
+    cold.forget()
+    child = Child(cold.server.socket, tmp_path / "child.log", session="doomed")
+    child.call("lookup_and_wait", 100)
+    child.kill()
+    eventually(lambda: cold.server.session("doomed") is None)
+    eventually(lambda: cold.server.leases() == 0)
+    grant = first.bring(100)
+    check(first, grant)
+
+
+def test_a_hit_in_a_far_tier_fills_the_near_one(gate, stopped_server, engine, tmp_path):
+    server = stopped_server.start()  # the shared tier alone
+    engine(session="first").store(10)
+    eventually(lambda: not server.status().tiers[0].queued)
+    assert server.stop() == 0
+    server.start(disk=str(tmp_path / "near"), disk_size="8MiB", memory="16MiB")
+    second = engine(session="second")
+    near, far = server.status().tiers
+    assert (near.label, near.objects) == (f"disk://{tmp_path / 'near'}", 0)
+    with AdminClient(server.socket) as admin:
+        admin.clear()
+    grant = second.bring(10)
+    assert grant.chunks == 10
+    check(second, grant)
+    eventually(lambda: server.status().tiers[0].objects == 10)
+    assert far.label == f"gated://{gate}"
+
+
+def test_a_lookup_is_answered_within_its_time_by_a_slow_tier_with_what_has_come(gate, stopped_server, engine):
+    stopped_server.start()
+    one = engine()
+    one.store(100)
+    eventually(lambda: not stopped_server.status().tiers[0].queued)
+    with AdminClient(stopped_server.socket) as admin:
+        admin.clear()
+    (gate / "slow").write_text("20000")  # bytes a second: 0.2 s an object and thread
+    grant = one.bring(100, wait=1.0)
+    assert 0 < grant.chunks < 100
+    check(one, grant)

@@ -1,0 +1,178 @@
+"""Write-back alone: real slabs, a real tier, and an engine of storage that can be held."""
+
+import asyncio
+import itertools
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcellar.arena import Arena
+from kvcellar.identity import layout_of
+from kvcellar.ledger import Ledger, audit
+from kvcellar.server import writeback as module
+from kvcellar.server.objects import Objects
+from kvcellar.server.writeback import WriteBack
+from kvcellar.slab import Place
+from kvcellar.tiers.memory import MemoryEngine
+from kvcellar.tiers.tier import Tier
+from kvcellar.transfer.slots import Stamp
+from tests.support import Engine, keys, namespace
+
+SPACE = namespace(checksum="xxh3-64")
+SIZE = layout_of(SPACE, 0, 0).object_bytes
+
+
+class Held(MemoryEngine):
+    """Remembers in which order it was asked to write, and writes when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.order: list[str] = []
+
+    def write(self, name, source):
+        self.order.append(name)
+        assert self.gate.wait(30)
+        super().write(name, source)
+
+
+class Rig:
+    def __init__(self, folder: Path) -> None:
+        self.arena = Arena(folder, 16 << 20)
+        self.ledger = Ledger(epoch=1, hold_limit=1 << 30)
+        self.store = Held()
+        self.tier = Tier("held", lambda: self.store)
+        self.objects = Objects(self.arena)
+        self.back = WriteBack(self.ledger, self.objects, [self.tier])
+        self.ledger.published = self.back.published
+        self.engine = Engine(self.ledger, SPACE, slots=1)
+        [shelf] = self.engine.room.shelves
+        shelf.retire(0)  # a table without slabs
+        spec = self.arena.plan(SPACE, 0)
+        assert spec is not None
+        rack = self.arena.create(SPACE, spec)
+        shelf.add_rack(self.arena.finish(rack).number, rack.table)
+        self.shelf = shelf
+
+    @property
+    def box(self):
+        return self.back.outboxes[0]
+
+    def write(self, count: int, seed: int = 0, labelled: bool = True) -> None:
+        """Store a prompt: bytes, headers, commit."""
+        granted = self.engine.reserve(keys(count, seed))
+        goods = self.objects.goods(self.engine.room)
+        assert goods is not None
+        for key, place in zip(keys(count, seed), granted.places[0], strict=True):
+            [one] = self.objects.of_stripe(goods, 0, key, Place(place))
+            one.buffer.payload[:] = bytes(SIZE)
+            header = np.frombuffer(one.buffer.header, np.uint8)
+            header[:] = 0
+            if labelled:
+                Stamp(SPACE, 0, 0).write(header, key, 0)  # type: ignore[arg-type]
+        self.engine.commit(granted)
+
+    def names(self, count: int, seed: int = 0) -> list[str]:
+        return [f"{SPACE.id.hex()}/{key.hex()}-0-0" for key in keys(count, seed)]
+
+    async def asked(self, calls: int) -> None:
+        while len(self.store.order) < calls:
+            await asyncio.sleep(0.001)
+
+    async def drained(self) -> None:
+        self.store.gate.set()
+        while self.box.running or self.box.waiting:
+            await asyncio.sleep(0.001)
+        assert len(self.ledger.own) == 0
+        audit(self.ledger)
+
+
+@pytest.fixture
+def run():
+    folders = []
+
+    def run(test):
+        async def body():
+            folders.append(Path(tempfile.mkdtemp(prefix="kvcellar-writeback-", dir="/dev/shm")))
+            rig = Rig(folders[-1])
+            async with asyncio.timeout(20):
+                await rig.tier.start(5.0)
+                await test(rig)
+            rig.tier.close()
+            rig.arena.close()
+
+        asyncio.run(body())
+
+    yield run
+    for folder in folders:
+        shutil.rmtree(folder)
+
+
+def test_everything_is_written_in_the_order_of_the_prefix(run):
+    async def test(rig):
+        rig.write(30)
+        await rig.drained()
+        assert sorted(rig.store.order) == sorted(rig.names(30))
+        for at, name in enumerate(rig.store.order):  # a few are written at once
+            assert abs(rig.names(30).index(name) - at) <= 3
+        assert rig.store.exist(rig.names(30)) == [True] * 30
+        assert not rig.box.dropped
+
+    run(test)
+
+
+def test_under_pressure_the_newest_are_dropped_and_counted(run, monkeypatch):
+    monkeypatch.setattr(module, "MAX_QUEUED", 5)
+
+    async def test(rig):
+        rig.write(20)
+        assert rig.box.dropped == {"full": 15}
+        await rig.drained()
+        assert sorted(rig.store.order) == sorted(rig.names(20)[:5])
+
+    run(test)
+
+
+def test_only_what_is_being_written_is_kept_from_eviction(run):
+    async def test(rig):
+        rig.write(20)
+        await rig.asked(3)
+        running = rig.box.running
+        assert len(rig.ledger.own) == running
+        audit(rig.ledger)
+        rig.ledger.published = None
+        others = itertools.count(1000)
+        while rig.shelf.get(keys(20)[19]) is not None:  # its prompt's last chunk is the first to go
+            rig.engine.store(keys(1, seed=next(others)))
+        await rig.drained()
+        assert rig.box.dropped["evicted"] > 0
+        assert rig.store.exist(rig.names(running)) == [True] * running
+
+    run(test)
+
+
+def test_what_an_engine_committed_without_writing_it_is_not_believed(run):
+    async def test(rig):
+        rig.write(4, labelled=False)
+        await rig.drained()
+        assert rig.box.dropped == {"unlabelled": 4}
+        assert rig.store.order == []
+
+    run(test)
+
+
+def test_what_is_cleared_while_it_is_written_is_freed_after(run):
+    async def test(rig):
+        rig.write(4)
+        await rig.asked(3)
+        assert rig.ledger.clear() == 4
+        free = rig.shelf.free_slots
+        await rig.drained()
+        assert rig.shelf.free_slots == free + 3
+        assert rig.shelf.free_slots == rig.shelf.slots
+
+    run(test)

@@ -1,0 +1,114 @@
+"""When an engine waits for a tier, and for how long. Pure: time is a number here."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+# Not by its package: that imports vLLM, which these tests do without.
+_PATH = Path(__file__).parents[2] / "src/kvcellar/vllm/patience.py"
+_SPEC = importlib.util.spec_from_file_location("patience_alone", _PATH)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+module = importlib.util.module_from_spec(_SPEC)
+sys.modules["patience_alone"] = module
+_SPEC.loader.exec_module(module)
+Patience = module.Patience
+
+CHUNK = 256
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def patience(clock):
+    return Patience(clock)
+
+
+def compute(patience, clock, tokens, seconds):
+    patience.step_begins(tokens)
+    clock.now += seconds
+    patience.step_ends()
+
+
+def test_the_prefill_rate_is_measured_by_steps(patience, clock):
+    compute(patience, clock, 2000, 1.0)
+    assert patience.computing_s(4000) == pytest.approx(2.0)
+
+
+def test_decoding_steps_say_nothing(patience, clock):
+    compute(patience, clock, 2000, 1.0)
+    for _ in range(100):
+        compute(patience, clock, 8, 1.0)
+    assert patience.computing_s(4000) == pytest.approx(2.0)
+
+
+def test_a_faster_engine_is_believed_at_once_and_a_slower_one_slowly(patience, clock):
+    compute(patience, clock, 2000, 1.0)
+    compute(patience, clock, 2000, 0.5)
+    assert patience.computing_s(4000) == pytest.approx(1.0)
+    compute(patience, clock, 2000, 10.0)
+    assert patience.computing_s(4000) < 1.1
+    for _ in range(200):
+        compute(patience, clock, 2000, 10.0)
+    assert patience.computing_s(4000) == pytest.approx(20.0, rel=0.1)
+
+
+def test_a_tier_that_is_slower_than_computing_is_not_waited_for(patience, clock):
+    compute(patience, clock, 2560, 1.0)  # 0.1 s a chunk
+    for chunk_s, pays in ((0.2, False), (0.09, False), (0.01, True)):
+        patience.told(0.0, chunk_s)
+        assert bool(patience.worth(10, CHUNK)) == pays
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 10, 100, 4000])
+@pytest.mark.parametrize("chunk_s", [0.0, 1e-6, 1e-4, 0.01, 0.05, 0.079, 0.081, 1.0, 100.0])
+def test_no_wait_is_longer_than_computing(patience, clock, chunks, chunk_s):
+    compute(patience, clock, 2560, 1.0)
+    patience.told(0.0, chunk_s)
+    assert 0 <= patience.worth(chunks, CHUNK) <= patience.computing_s(chunks * CHUNK)
+
+
+def test_the_first_object_takes_its_time_however_fast_the_rest_is(patience, clock):
+    compute(patience, clock, 2560, 1.0)
+    patience.told(0.15, 0.01)
+    assert patience.worth(1, CHUNK) == 0
+    assert patience.worth(10, CHUNK) == pytest.approx(1.5 * 0.25 + 0.02)
+
+
+def test_an_unknown_tier_gets_a_short_trial(patience, clock):
+    compute(patience, clock, 2560, 1.0)
+    assert patience.worth(1000, CHUNK) == 0.25
+    assert patience.worth(1, CHUNK) == pytest.approx(0.05), "half of what computing takes"
+
+
+def test_nothing_missing_is_worth_nothing(patience):
+    assert patience.worth(0, CHUNK) == 0
+    assert patience.worth(-1, CHUNK) == 0
+
+
+def test_a_wait_ends_and_is_over_for_good(patience, clock):
+    patience.begin(7, 1.0)
+    clock.now += 1.04
+    assert patience.lasts(7), "the answer may be on its way"
+    clock.now += 0.02
+    assert not patience.lasts(7)
+    clock.now -= 1
+    assert not patience.lasts(7)
+
+
+def test_what_does_not_pay_is_over_at_once(patience):
+    patience.begin(7, 0.0)
+    assert not patience.lasts(7)
+    assert not patience.lasts(8), "nobody began that"

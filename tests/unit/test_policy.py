@@ -1,0 +1,132 @@
+"""Every eviction policy keeps the same promises; the default also does what it was chosen for."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcellar.ledger import Shelf, Stripe
+from kvcellar.ledger.policy import POLICIES, DefaultPolicy, S3Fifo
+from kvcellar.slab import place_of
+from tests.support import MemoryTable, keys
+
+KEYS = keys(12)
+
+
+def stripe(key) -> Stripe:
+    return Stripe(key, place_of(0, 0), ready=True)
+
+
+# What is done to one of twelve stripes: it is stored, used, may not go or may again, is lost; or the policy
+# is asked for a victim.
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["admit", "admit", "touch", "pin", "forget", "evict"]), st.integers(0, 11)),
+    min_size=30,
+    max_size=80,
+)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(deadline=None)
+@given(steps=STEPS)
+def test_a_victim_is_found_if_there_is_one_and_is_never_one_that_may_not_go(name, steps):
+    policy, held = POLICIES[name](), dict[bytes, Stripe]()
+    pinned = set[bytes]()
+    for step, number in steps:
+        key = KEYS[number]
+        if step == "admit" and key not in held:
+            held[key] = stripe(key)
+            policy.admit(held[key])
+        elif step == "touch" and key in held:
+            policy.touch([held[key]])
+        elif step == "pin":
+            pinned.symmetric_difference_update({key})
+        elif step == "forget" and key in held:
+            lost = held.pop(key)
+            lost.indexed = False
+            policy.forget(lost)
+        elif step == "evict":
+            victim = policy.evict(lambda one: one.key not in pinned)
+            assert (victim is None) == (held.keys() <= pinned)
+            if victim is not None:
+                assert held.pop(victim.key) is victim
+                assert victim.key not in pinned
+                victim.indexed = False
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(deadline=None)
+@given(prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=30))
+def test_a_parent_never_goes_before_its_children(name, prompts):
+    """Prompts are walks down one tree; each loads what is there and stores the rest, in a shelf of eight."""
+    shelf = Shelf(1, POLICIES[name]())
+    shelf.add_rack(0, MemoryTable(8))
+    for prompt in prompts:
+        row = [keys(1, str(prompt[: n + 1]))[0] for n in range(len(prompt))]
+        found = [one for one in shelf.find_run(row, gaps=False) if one is not None]
+        shelf.pin(found)
+        shelf.unpin(found[::-1])
+        taken = [shelf.take(row[n], row[n - 1] if n else None) for n in range(len(found), len(row))]
+        shelf.publish(one for one in reversed(taken) if one is not None)
+        shelf.check({})
+        there = [shelf.get(key) is not None for key in row]
+        assert there == sorted(there, reverse=True), "a gap"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_there_is_no_victim_where_all_that_is_left_was_lost(name):
+    policy = POLICIES[name]()
+    lost = fill(policy, 3, "three")[2]
+    lost.indexed = False
+    policy.forget(lost)
+    take(policy, 2)
+    assert policy.evict(lambda one: True) is None
+
+
+def fill(policy, count, seed):
+    stripes = [stripe(key) for key in keys(count, seed)]
+    for one in stripes:
+        policy.admit(one)
+    return stripes
+
+
+def take(policy, count):
+    """Evict so many; returns them in order."""
+    gone = []
+    for _ in range(count):
+        victim = policy.evict(lambda one: True)
+        victim.indexed = False
+        gone.append(victim)
+    return gone
+
+
+def test_the_default_is_not_flushed_by_one_pass_over_much_data():
+    policy = DefaultPolicy()
+    used = fill(policy, 5, "used")
+    policy.touch(used)
+    fill(policy, 15, "filler")
+    take(policy, 5)
+    for number in range(100):  # newcomers, each unused
+        fill(policy, 1, f"scan {number}")
+        take(policy, 1)
+    assert all(one.indexed for one in used)
+
+
+def test_the_default_keeps_what_came_back_after_it_went():
+    policy = DefaultPolicy()
+    fill(policy, 8, "first")
+    [gone] = take(policy, 1)
+    policy.admit(stripe(gone.key))
+    fill(policy, 8, "later")
+    assert gone.key not in [one.key for one in take(policy, 12)]
+
+
+def test_the_default_is_patient_with_parents_but_not_for_ever():
+    """A thousand proven parents may not go; their child, a newcomer, is found without asking each of them."""
+    policy = S3Fifo()
+    parents = fill(policy, 1000, "parents")
+    policy.touch(parents)
+    assert policy.evict(lambda one: False) is None  # they are proven now
+    [child] = fill(policy, 1, "child")
+    asked = []
+    assert policy.evict(lambda one: asked.append(one) or one is child) is child  # type: ignore[func-returns-value]
+    assert len(asked) < 100

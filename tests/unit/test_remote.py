@@ -1,0 +1,72 @@
+"""URLs of tiers on the network: addresses, secrets, options, and that every option is documented."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvcellar.errors import ConfigError, EngineError
+from kvcellar.tiers.mooncake import open_mooncake
+from kvcellar.tiers.redis import open_redis
+from kvcellar.tiers.remote import Address, Options, addresses
+from kvcellar.tiers.s3 import open_s3
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tiers.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("h", [("h", 7)]),
+        ("h:1", [("h", 1)]),
+        ("h:1,i:2,127.0.0.1", [("h", 1), ("i", 2), ("127.0.0.1", 7)]),
+        ("[::1]:5", [("::1", 5)]),
+        ("[::1]", [("::1", 7)]),
+    ],
+)
+def test_addresses(text, found):
+    assert addresses(text, 7) == found
+
+
+@pytest.mark.parametrize("text", ["", "h:", "h:0", "h:65536", "h:x", "h:1,", "a b", "::1", "[h:1"])
+def test_what_is_no_address(text):
+    with pytest.raises(ConfigError, match="should be HOST:PORT"):
+        addresses(text, 7)
+
+
+def test_an_address_can_be_read_again():
+    for address in (Address("h", 1), Address("::1", 5)):
+        assert addresses(str(address), 7) == [address]
+
+
+def test_a_secret_is_read_when_it_is_used(tmp_path, monkeypatch):
+    file = tmp_path / "secret"
+    file.write_text("first\n")
+    secret = Options("x://h", {"password_file": str(file)}).secret("password")
+    assert secret is not None
+    assert secret.read() == "first"
+    file.write_text("second\n")
+    assert secret.read() == "second"
+    assert "second" not in repr(secret)
+    file.unlink()
+    with pytest.raises(EngineError, match="cannot read"):
+        secret.read()
+
+
+@pytest.mark.parametrize(
+    ("section", "open_engine", "url"),
+    [
+        ("Valkey and Redis", open_redis, "redis://h"),
+        ("S3", open_s3, "s3://bucket"),
+        ("Mooncake Store", open_mooncake, "mooncake://h"),
+    ],
+)
+def test_every_option_is_documented_and_no_other(section, open_engine, url):
+    with pytest.raises(ConfigError) as caught:
+        open_engine(url, {"surely-unknown": ""})
+    known = str(caught.value).partition("known are ")[2].split(", ")
+    text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    documented = [
+        name for row in re.findall(r"^\| (`.*?) \|", text, re.M) for name in re.findall(r"`(\w+)`", row)
+    ]
+    assert sorted(documented) == sorted(known)
