@@ -1,6 +1,6 @@
-"""A soak: two real engines on one server, hundreds of requests with shared prefixes, aborts and preemptions,
-and a server that is killed on the way. Every answer must be the one that an engine without a cache gives, and
-nothing may be left held.
+"""A soak: two real engines at work on one server, hundreds of requests with shared prefixes, aborts and
+preemptions, and a server that is killed under them. Every answer must be the one that an engine without a
+cache gives, and nothing may be left held.
 
     python -m tests.vllm.soak [--requests 300] [--kills 3] [--seed 1]     what `make soak` runs
 """
@@ -10,12 +10,13 @@ import random
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.server.conftest import ServerProcess
 from tests.server.engine import eventually
-from tests.vllm.harness import VllmEngine
+from tests.vllm.harness import Answer, VllmEngine
 from tests.vllm.models import VOCAB
 
 KIND = "gqa"
@@ -41,16 +42,20 @@ class Outcome(NamedTuple):
     requests: int
     aborted: int
     preempted: int
+    loads: int
+    loads_failed: int  # and computed instead
     reused_tokens: int
     prompt_tokens: int
     kills: int
     wrong: int
-    leases: int
+    corrupt: int
+    unsettled: int  # rounds after which an engine did not come to rest
     held_bytes: int
 
     @property
     def good(self) -> bool:
-        return not (self.wrong or self.leases or self.held_bytes) and self.reused_tokens > 0
+        bad = self.wrong or self.corrupt or self.unsettled or self.held_bytes
+        return not bad and self.reused_tokens > 0
 
 
 def make_requests(count: int, seed: int) -> list[Request]:
@@ -68,9 +73,10 @@ def make_requests(count: int, seed: int) -> list[Request]:
 def soak(server: ServerProcess, logs: Path, *, requests: int, kills: int, seed: int) -> Outcome:
     todo = make_requests(requests, seed)
     batches = [todo[at : at + BATCH] for at in range(0, len(todo), BATCH)]
-    kill_at = {len(batches) * (number + 1) // (kills + 1) for number in range(kills)}
+    turns = [batches[at : at + 2] for at in range(0, len(batches), 2)]
+    kill_at = {len(turns) * (number + 1) // (kills + 1) for number in range(kills)}
     connector = {"socket": str(server.socket), "lookup_timeout_ms": 2000}
-    counted = {"wrong": 0, "reused": 0, "preempted": 0}
+    counted: Counter[str] = Counter()
     with (
         VllmEngine(KIND, logs / "plain", **OPTIONS) as plain,
         VllmEngine(KIND, logs / "first", connector=connector, **OPTIONS) as first,
@@ -78,34 +84,48 @@ def soak(server: ServerProcess, logs: Path, *, requests: int, kills: int, seed: 
             KIND, logs / "second", connector=connector, enable_prefix_caching=True, **OPTIONS
         ) as second,
     ):
-        for number, batch in enumerate(batches):
-            engine = (first, second)[number % 2]
+        engines = [first, second]
+        for engine in [plain, *engines]:
+            engine.ready()
+        for number, turn in enumerate(turns):
+            working = list(zip(engines, turn, strict=False))
+            for engine, batch in working:
+                _send(engine, batch)
             if number in kill_at:
-                server.kill()
-            _play(engine, plain, batch, counted)
+                counted["corrupt"] += server.status().counts.get("corrupt", 0)
+                server.kill()  # with both of them at it
+            truth = [plain.round([request.prompt for request in batch], TOKENS).tokens for batch in turn]
+            for (engine, batch), right in zip(working, truth, strict=True):
+                _compare(engine.receive(), batch, right, counted)
             if number in kill_at:
                 server.start()
         eventually(lambda: not server.leases(), timeout=20)
         status = server.status()
+    eventually(lambda: not server.status().sessions)
     return Outcome(
         requests=len(todo),
         aborted=sum(request.abort is not None for request in todo),
         preempted=counted["preempted"],
+        loads=counted["loads"],
+        loads_failed=counted["loads_failed"],
         reused_tokens=counted["reused"],
         prompt_tokens=sum(len(request.prompt) for request in todo),
         kills=len(kill_at),
         wrong=counted["wrong"],
-        leases=sum(session.leases for session in status.sessions),
+        corrupt=counted["corrupt"] + status.counts.get("corrupt", 0),
+        unsettled=counted["unsettled"],
         held_bytes=sum(session.held_bytes for session in status.sessions),
     )
 
 
-def _play(engine: VllmEngine, plain: VllmEngine, batch: list[Request], counted: dict[str, int]) -> None:
-    prompts = [request.prompt for request in batch]
+def _send(engine: VllmEngine, batch: list[Request]) -> None:
     aborts = {str(index): r.abort for index, r in enumerate(batch) if r.abort is not None}
-    engine.send(prompts, TOKENS, together=True, abort=aborts)
-    truth = plain.round(prompts, TOKENS).tokens
-    answer = engine.receive()
+    engine.send([request.prompt for request in batch], TOKENS, together=True, abort=aborts)
+
+
+def _compare(
+    answer: Answer, batch: list[Request], truth: list[tuple[int, ...]], counted: Counter[str]
+) -> None:
     for output, right, request in zip(answer.outputs, truth, batch, strict=True):
         whole = request.abort is None
         # An aborted request may have got a token more before it was stopped, but never a different one.
@@ -116,7 +136,10 @@ def _play(engine: VllmEngine, plain: VllmEngine, batch: list[Request], counted: 
                 f"wrong: {len(request.prompt)} tokens, got {output.tokens}, expected {right}", file=sys.stderr
             )
         counted["reused"] += output.cached
+    counted["unsettled"] += not answer.settled
     counted["preempted"] += int(answer.counters.get("vllm:num_preemptions", 0))
+    for name in ("loads", "loads_failed"):
+        counted[name] += int(answer.counters.get(f"vllm:kvcellar_{name}", 0))
 
 
 def main() -> None:
