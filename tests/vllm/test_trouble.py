@@ -73,8 +73,8 @@ def until_cached(engine: VllmEngine, truth: list[tuple[int, ...]]) -> Answer:
 def test_a_load_whose_bytes_never_come_is_computed(
     trouble: str, serve: ServerProcess, truth: list[tuple[int, ...]], tap: Tap, tmp_path: Path
 ) -> None:
-    """Between the server's answer and the memory that the answer is about: a rank learns its namespace with
-    its first load, and has mapped nothing before.
+    """Between the server's answer and the copy. What a rank has mapped by then it can read without a server;
+    what it has not is computed.
     """
     connector = {"socket": str(tap.path), "lookup_timeout_ms": 2000}
     if trouble == "the server stops":
@@ -84,7 +84,8 @@ def test_a_load_whose_bytes_never_come_is_computed(
     with VllmEngine("gqa", tmp_path / "second", connector=connector, warm=False) as engine:
         stalled = engine.round(PROMPTS, together=True)
         assert stalled.tokens == truth
-        assert stalled.counters["vllm:kvcellar_loads_failed"] == len(PROMPTS)
+        if trouble == "descriptors are held back":
+            assert stalled.counters["vllm:kvcellar_loads_failed"] == len(PROMPTS)
         assert stalled.counters.get("vllm:kvcellar_load_seconds", 0) < PATIENCE
         assert stalled.settled
         assert engine.round(PROMPTS, together=True).tokens == truth

@@ -242,7 +242,8 @@ class WorkerClient:
             self._on_message(link, message)
         if self.namespace is not None:
             for group, rack in list(self._slabs.missing):
-                self._map(self.namespace.id, group, rack)
+                if not self._map(self.namespace.id, group, rack):
+                    break
 
     def _on_message(self, link: Link, message: m.FromServer) -> None:
         if isinstance(message, m.RackAdded):
@@ -264,14 +265,17 @@ class WorkerClient:
                 self._state.notify_all()
 
     def _map_all(self, registered: m.Registered) -> None:
-        for group, rack in registered.racks:
-            self._map(registered.namespace, group, rack)
+        for at, (group, rack) in enumerate(registered.racks):
+            if not self._map(registered.namespace, group, rack):
+                self._slabs.missing.update(registered.racks[at:])  # the others would wait as long
+                return
 
-    def _map(self, namespace: bytes, group: int, rack: int) -> None:
+    def _map(self, namespace: bytes, group: int, rack: int) -> bool:
+        """False: not now; it will be tried again."""
         with self._state:
             ours, slabs = self.namespace, self._slabs
         if ours is None or namespace != ours.id or (group, rack) in slabs:
-            return  # not, or not yet, ours: registering will name all that there are
+            return True  # not, or not yet, ours: registering will name all that there are
         try:
             slab = fetch_slab(self.path, self._hello.session, self.rank, ours.id, group, rack)
         except Rejected:
@@ -281,8 +285,10 @@ class WorkerClient:
             # again.
             log.debug("rack %d of group %d cannot be mapped yet: %s", rack, group, error)
             slabs.missing.add((group, rack))
+            return False
         else:
             slabs.add(group, rack, slab)
+        return True
 
     def _detach(self, link: Link) -> None:
         link.close()
