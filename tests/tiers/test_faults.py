@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvcellar.client import AdminClient
+from kvcellar.tiers.crate import Crate
 from tests.server.engine import eventually
 from tests.support import keys
 from tests.tiers.test_disk_engine import fill_up, small_tmpfs
@@ -157,22 +158,30 @@ def crate_data(folder: Path) -> Path:
     return path
 
 
+def offset_of(folder: Path, chunk: int) -> int:
+    """Where the chunk of the first prompt lies in the crate: several are written at once, in any order."""
+    crate = Crate.open(folder, 0)
+    slots = {name: slot for slot, name in crate.scan()}
+    crate.close()
+    [slot] = [slot for name, slot in slots.items() if keys(chunk + 1)[chunk].hex() in name]
+    return slot * 4096
+
+
 @pytest.mark.parametrize("restart", [False, True])
 def test_flipped_bits_are_a_miss_and_never_wrong_bytes(cold, engine, tmp_path, restart):
     first = engine(session="first")
     first.store(10)
     cold.settled()
     data = crate_data(tmp_path / "disk")
-    raw = bytearray(data.read_bytes())
-    raw[4 * 4096 + 100] ^= 1  # in the fifth chunk
+    at = offset_of(tmp_path / "disk", 4)
     if restart:
         assert cold.server.stop() == 0
-        data.write_bytes(raw)
+    fd = os.open(data, os.O_RDWR)
+    [byte] = os.pread(fd, 1, at + 100)
+    os.pwrite(fd, bytes([byte ^ 1]), at + 100)
+    os.close(fd)
+    if restart:
         cold.start(memory="8MiB")
-    else:
-        fd = os.open(data, os.O_WRONLY)
-        os.pwrite(fd, bytes(raw[4 * 4096 : 5 * 4096]), 4 * 4096)
-        os.close(fd)
     cold.forget()
     second = engine(session="second")
     grant = second.bring(10)
@@ -216,7 +225,7 @@ def test_an_object_under_the_name_of_another_is_a_miss(cold, engine, tmp_path):
     cold.settled()
     data = crate_data(tmp_path / "disk")
     fd = os.open(data, os.O_RDWR)
-    os.pwrite(fd, os.pread(fd, 4096, 0), 2 * 4096)
+    os.pwrite(fd, os.pread(fd, 4096, offset_of(data.parent, 0)), offset_of(data.parent, 2))
     os.close(fd)
     cold.forget()
     grant = engine(session="second").bring(10)
