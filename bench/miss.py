@@ -77,7 +77,7 @@ def main() -> None:
     options = parser.parse_args()
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    os.environ |= {  # noqa: TID251 - before vLLM is imported
+    os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
