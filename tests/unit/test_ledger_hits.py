@@ -81,14 +81,20 @@ def test_lookup_of_nothing_or_of_unknown_keys_opens_no_lease(one):
     assert not one.session.leases
 
 
-def test_lookups_are_counted_in_chunks(one):
-    one.store([A, B])
-    one.lookup([A, B, C])
-    assert one.session.counts == {
+def test_lookups_and_stores_are_counted_in_chunks_and_shares(ledger):
+    mla = Engine(ledger, namespace(parallel=ParallelStrategy(tp=2, mla=True)))
+    mla.store([A, B])
+    mla.lookup([A, B, C])
+    mla.lookup([C])
+    assert mla.session.counts == {
+        "stores": 1,
+        "write_shares": 1,
         "reserved": 2,
         "committed": 2,
-        "lookups": 1,
-        "asked_chunks": 3,
+        "lookups": 2,
+        "hits": 1,
+        "read_shares": 2,
+        "asked_chunks": 4,
         "hit_chunks": 2,
         "stores": 1,
         "write_shares": 1,

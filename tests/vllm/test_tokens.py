@@ -24,6 +24,13 @@ CHUNK = 128
 # Drafts found in the prompt, with no KV of their own.
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
+# vLLM's CPU backend has pipelines only where it warms the model up, and it does that only for compiled ones.
+PIPELINE = {
+    "pipeline_parallel_size": 2,
+    "enforce_eager": False,
+    "compilation_config": {"mode": 2, "backend": "eager"},
+}
+
 
 class Case(NamedTuple):
     kind: str
@@ -33,7 +40,8 @@ class Case(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        return int(self.options.get("tensor_parallel_size", 1))
+        sizes = [self.options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")]
+        return int(sizes[0] * sizes[1])
 
     @property
     def shards(self) -> int:
@@ -50,6 +58,7 @@ CASES = {
     "gqa, tp 2": Case("gqa", {"tensor_parallel_size": 2}),
     "mqa, tp 2": Case("mqa", {"tensor_parallel_size": 2}),
     "mla, tp 2": Case("mla", {"tensor_parallel_size": 2}, prefix_caching=False),
+    "hybrid, pp 2": Case("hybrid", PIPELINE, groups=2),
 }
 
 
@@ -124,7 +133,11 @@ def test_tokens_from_the_cache_are_those_of_computing(
         }
         check_books(case, serve, len(stored), used=sum(map(bool, warm.cached + reloaded.cached)))
 
-        grown = prompts[-1] + list(first.round([prompts[-1]], max_tokens=CHUNK + 8).tokens[0])
+        long = first.round([prompts[-1]], max_tokens=CHUNK + 8)
+        grown = prompts[-1] + list(long.tokens[0])
+        if case.options.get("speculative_config"):
+            drafts = long.counters["vllm:spec_decode_num_draft_tokens"]
+            assert drafts > long.counters["vllm:spec_decode_num_accepted_tokens"] > 0
         second.round([prompts[0]], salt="to be known to the server")
         serve.restart()
         eventually(lambda: is_attached(serve, case.ranks))

@@ -129,7 +129,7 @@ class _Facade(KVConnectorBase_V1):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        self._scheduler.set_layouts(metadata.values())
+        self._scheduler.set_layouts(metadata)
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         self._scheduler.bind(gpu_block_pool)

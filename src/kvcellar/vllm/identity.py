@@ -7,6 +7,7 @@ wrong one.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from vllm import __version__ as vllm_version
@@ -25,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
 from kvcellar.errors import BadRequest
 from kvcellar.identity import BlockHash, Group, Layer, Namespace, ParallelStrategy, default_chunk_tokens
 from kvcellar.vllm.compat import hash_block_tokens
+from kvcellar.vllm.jobs import TensorLayout
 
 _LAYOUT_VERSION = 1
 # Any other may have KV that depends on more than the tokens before it.
@@ -47,19 +49,28 @@ def parallel_strategy(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Par
 
 
 def make_namespace(
-    config: VllmConfig, kv_cache_config: KVCacheConfig, layouts: dict[str, str], generation: int, tenant: str
+    config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    stages: Sequence[TensorLayout],
+    generation: int,
+    tenant: str,
 ) -> Namespace:
-    """Call only once NONE_HASH is known: see compat.derive_hash_seed; at the first request it always is."""
+    """`stages`: what a rank of each pipeline stage has. Call only once NONE_HASH is known: see
+    compat.derive_hash_seed; at the first request it always is.
+    """
     check_supported(config, kv_cache_config)
     model = config.model_config
-    groups = tuple(_group(group) for group in kv_cache_config.kv_cache_groups)
+    groups = tuple(
+        _group(group, [layout.groups[number] for layout in stages])
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
+    )
     return Namespace(
         engine=f"vllm {vllm_version} on {current_platform.device_name}, layout {_LAYOUT_VERSION}",
         model=model.model,
         # The configuration covers overrides and rope settings.
         weights=f"{model.revision or ''} {model.dtype} {_digest(model.hf_config.to_dict())}",
         kv_dtype=config.cache_config.cache_dtype,
-        kv_layout=_describe(layouts),
+        kv_layout=_describe({name: text for layout in stages for name, text in layout.layers.items()}),
         groups=groups,
         parallel=parallel_strategy(config, kv_cache_config),
         chunk_tokens=default_chunk_tokens(
@@ -92,26 +103,30 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
             f"speculative decoding by {speculative.method!r}, whose drafts have KV of their own, is not "
             "supported yet"
         )
-    if config.parallel_config.pipeline_parallel_size > 1:
-        raise Unsupported("pipeline parallelism is not supported yet")
-    if getattr(config.parallel_config, "decode_context_parallel_size", 1) > 1:
-        raise Unsupported("decode context parallelism is not supported yet")
+    for what in ("decode", "prefill"):
+        if getattr(config.parallel_config, f"{what}_context_parallel_size", 1) > 1:
+            raise Unsupported(f"{what} context parallelism is not supported yet")
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise Unsupported("calculate_kv_scales makes KV that depends on what the engine saw before")
 
 
-def group_layers(kv_cache_config: KVCacheConfig) -> list[list[str]]:
-    """Layer names by group, in the order in which objects hold them."""
-    return [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
+def block_bytes(kv_cache_config: KVCacheConfig) -> list[dict[str, int]]:
+    """By group and layer, in the order in which objects hold them. A rank's configuration has the layers of
+    its pipeline stage, each with its size; the scheduler's has those of the first, with one size for all.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    specs = [(group.layer_names, _layer_specs(group)) for group in groups]
+    return [{name: found[name].page_size_bytes for name in names} for names, found in specs]
 
 
-def _group(group: Any) -> Group:
-    specs = _layer_specs(group)
-    first = next(iter(specs.values()))
+def _group(group: Any, stages: list[dict[str, int]]) -> Group:
+    first: Any = next(iter(_layer_specs(group).values()), group.kv_cache_spec)
     sliding = type(first) is SlidingWindowSpec
     return Group(
         block_tokens=group.kv_cache_spec.block_size,
-        layers=tuple(Layer(name, specs[name].page_size_bytes) for name in group.layer_names),
+        layers=tuple(
+            Layer(name, size, stage) for stage, layers in enumerate(stages) for name, size in layers.items()
+        ),
         kind="sliding" if sliding else "mla" if type(first) is MLAAttentionSpec else "full",
         window_tokens=first.sliding_window + getattr(first, "extra_retained_tokens", 0) if sliding else None,
     )

@@ -80,7 +80,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
 @dataclass
 class TensorLayout(KVConnectorHandshakeMetadata):
-    """How a worker's KV tensors lie in memory: by layer, what one block is made of."""
+    """The KV that one rank has: the layers of its pipeline stage, and how they lie in memory."""
 
-    layers: dict[str, str]
-    problem: str = ""  # why this worker cannot take part
+    groups: list[dict[str, int]]  # by group: bytes of a block, by layer
+    layers: dict[str, str] = field(default_factory=dict)  # what one block is made of
+    problem: str = ""  # why this rank cannot take part

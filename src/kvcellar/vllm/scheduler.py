@@ -8,7 +8,6 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Iterable
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -48,7 +47,7 @@ class SchedulerSide:
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._options = options
-        self._layouts: dict[str, str] = {}
+        self._stages: list[TensorLayout] = []  # what a rank of each has
         self._problem = ""  # why there is no cache for this engine
         self._told = ""  # why there is none for now
         self._generation = 0
@@ -84,11 +83,14 @@ class SchedulerSide:
         self._problem = reason
         log.warning("KVCellar: no cache for this engine: %s", reason)
 
-    def set_layouts(self, layouts: Iterable[TensorLayout]) -> None:
-        for layout in layouts:
-            self._layouts |= layout.layers
-            if layout.problem:
-                self._disable(layout.problem)
+    def set_layouts(self, layouts: dict[tuple[int, int], TensorLayout]) -> None:
+        """What every rank has, by pipeline stage and rank within it; at the engine's start."""
+        self._stages = [layouts[stage, 0] for stage in range(1 + max(stage for stage, _ in layouts))]
+        problems = [layout.problem for layout in layouts.values() if layout.problem]
+        if any(layout != self._stages[stage] for (stage, _), layout in layouts.items()):
+            problems.append("ranks of one pipeline stage have different KV")
+        if problems and not self._problem:
+            self._disable(problems[0])
         if self._knows_seed:
             self._get_client()  # so that there is memory to store into when the first request comes
 
@@ -114,7 +116,7 @@ class SchedulerSide:
 
     def _make_namespace(self) -> Namespace:
         return make_namespace(
-            self._config, self._kv_cache_config, self._layouts, self._generation, self._options.tenant
+            self._config, self._kv_cache_config, self._stages, self._generation, self._options.tenant
         )
 
     # -- offering ---------------------------------------------------------------------------------------

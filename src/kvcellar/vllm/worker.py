@@ -15,7 +15,7 @@ from kvcellar.transfer import HostMover, Mover, block_memory
 from kvcellar.transfer.geometry import block_shape, describe
 from kvcellar.vllm.compat import derive_hash_seed
 from kvcellar.vllm.copier import Copier, Done
-from kvcellar.vllm.identity import group_layers, make_namespace
+from kvcellar.vllm.identity import block_bytes, check_supported, make_namespace
 from kvcellar.vllm.jobs import CellarMetadata, TensorLayout, WorkerReport
 from kvcellar.vllm.metrics import CellarStats
 from kvcellar.vllm.options import Options
@@ -31,11 +31,10 @@ class WorkerSide:
         self._config = config
         self._kv_cache_config = kv_cache_config
         self._rank = config.parallel_config.rank
-        self._layers = group_layers(kv_cache_config)
         self._num_blocks = kv_cache_config.num_blocks
         self._options = options
         self._tensors: dict[str, torch.Tensor] = {}
-        self._layout = TensorLayout({})
+        self._layout = TensorLayout(block_bytes(kv_cache_config))
         self._pins: Any = None  # page-locks slabs, where KV is in GPU memory
         self._client: WorkerClient | None = None
         self._copier: Copier | None = None
@@ -44,6 +43,10 @@ class WorkerSide:
         self._idle = False  # the engine's step has no forward
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        try:
+            check_supported(self._config, self._kv_cache_config)
+        except BadRequest as error:  # the scheduler side does not see the layers of every stage
+            self._layout.problem = str(error)
         for name, tensor in kv_caches.items():
             try:
                 if not isinstance(tensor, torch.Tensor):
@@ -76,7 +79,7 @@ class WorkerSide:
         with contextlib.suppress(BadRequest):  # unsupported: the scheduler side says so
             self._use(
                 make_namespace(
-                    self._config, self._kv_cache_config, self._layout.layers, 0, self._options.tenant
+                    self._config, self._kv_cache_config, [self._layout], 0, self._options.tenant
                 ).encode()
             )
 
@@ -124,7 +127,7 @@ class WorkerSide:
 
     def _make_mover(self, namespace: Namespace) -> Mover:
         shard = namespace.parallel.kv_worker_id(self._rank)
-        groups = [[self._tensors[name] for name in names] for names in self._layers]
+        groups = [[self._tensors[name] for name in layers] for layers in self._layout.groups]
         if self._pins is not None:
             from kvcellar.transfer.cuda import CudaMover  # noqa: PLC0415 - see _prepare_gpu
 
