@@ -96,10 +96,6 @@ def test_lookups_and_stores_are_counted_in_chunks_and_shares(ledger):
         "read_shares": 2,
         "asked_chunks": 4,
         "hit_chunks": 2,
-        "stores": 1,
-        "write_shares": 1,
-        "hits": 1,
-        "read_shares": 1,
     }
 
 
