@@ -65,7 +65,8 @@ class Demo:
     def processes(self) -> list[Process]:
         """All that it started: each program has a session of its own, to which its children belong."""
         now = living()
-        self._sessions |= {one.session for one in now if one.parent == self.process.pid}
+        mine = os.getsid(0)  # a child has it too, for a moment
+        self._sessions |= {one.session for one in now if one.parent == self.process.pid} - {mine}
         return [one for one in now if one.session in self._sessions]
 
     def shared_files(self) -> set[Path]:
