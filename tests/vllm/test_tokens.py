@@ -102,7 +102,7 @@ def check_books(case: Case, server: ServerProcess, chunks: int, used: int) -> No
         assert counts["committed"] == counts["reserved"] == chunks
 
 
-# Tokens are right, but now and then a rank does not commit a store: its chunks are missing, its lease stays.
+# Tokens are right, but now and then a store of several ranks is not committed, and its chunks are missing.
 UNSETTLED = pytest.mark.xfail(
     reason="a store of several ranks is sometimes not committed by one", strict=False
 )
