@@ -47,10 +47,11 @@ class Gate:
         for one in (self._listener, *self._sockets):
             one.close()
 
-    def _run(self, work, *arguments) -> None:
+    def _run(self, work, *arguments) -> threading.Thread:
         thread = threading.Thread(target=work, args=arguments, daemon=True)
         self._threads.append(thread)
         thread.start()
+        return thread
 
     def _accept(self) -> None:
         while True:
@@ -69,8 +70,12 @@ class Gate:
                 self._sockets.append(client)
             server = socket.create_connection(self._target)
             self._sockets.append(server)
-            self._run(self._pass, client, server, False)
-            self._run(self._pass, server, client, True)
+            requests = self._run(self._pass, client, server, False)
+            self._pass(server, client, True)
+            requests.join()
+            # A shutdown alone leaves a client that is still sending waiting for room.
+            for one in (client, server):
+                one.close()
 
     def _pass(self, source: socket.socket, target: socket.socket, is_reply: bool) -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -90,7 +90,13 @@ def model(kind: str, python: Path) -> Path:
 
 
 def make_job(
-    kind: str, python: Path, *, connector: Mapping[str, Any] | None = None, warm: bool = True, **options: Any
+    kind: str,
+    python: Path,
+    *,
+    connector: Mapping[str, Any] | None = None,
+    warm: bool = True,
+    apart: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """What engine.py is told first."""
     return {
@@ -98,6 +104,7 @@ def make_job(
         "options": KINDS[kind].options | options,
         "connector": connector,
         "warm": warm,
+        "apart": apart,
     }
 
 
@@ -121,7 +128,8 @@ class VllmEngine:
 
     Starting returns at once, so that several can start side by side; `ready` or the first round waits.
     `connector` is the connector's extra config, None for an engine without one. An engine that is not `warm`
-    has served no request yet. `options` are added to those that the kind needs.
+    has served no request yet; one that is `apart` has many processes. `options` are added to those that the
+    kind needs.
     """
 
     def __init__(
@@ -132,12 +140,13 @@ class VllmEngine:
         connector: Mapping[str, Any] | None = None,
         python: Path | None = None,
         warm: bool = True,
+        apart: bool = False,
         **options: Any,
     ) -> None:
         self.kind = kind
         self.log = log
         self._python = python or vllm_python()
-        self._job = make_job(kind, self._python, connector=connector, warm=warm, **options)
+        self._job = make_job(kind, self._python, connector=connector, warm=warm, apart=apart, **options)
         self._about: dict[str, Any] | None = None
         self._unread = b""
         self._process: subprocess.Popen[bytes]
@@ -149,7 +158,7 @@ class VllmEngine:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,
+                process_group=0,  # no session: Linux weighs processes of one against those of another alike
             )
         self._send(self._job)
         return self

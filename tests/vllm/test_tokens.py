@@ -55,7 +55,7 @@ CASES = {
     "hybrid, one group": Case("hybrid", {"disable_hybrid_kv_cache_manager": True}),
     "moe": Case("moe"),
     "gqa, drafts": Case("gqa", {"speculative_config": NGRAM}),
-    "gqa, tp 2": Case("gqa", {"tensor_parallel_size": 2}),
+    "gqa, tp 2": Case("gqa", {"tensor_parallel_size": 2, "apart": True}),
     "mqa, tp 2": Case("mqa", {"tensor_parallel_size": 2}),
     "mla, tp 2": Case("mla", {"tensor_parallel_size": 2}, prefix_caching=False),
     "hybrid, pp 2": Case("hybrid", PIPELINE, groups=2),
@@ -102,16 +102,7 @@ def check_books(case: Case, server: ServerProcess, chunks: int, used: int) -> No
         assert counts["committed"] == counts["reserved"] == chunks
 
 
-# Tokens are right, but now and then a store of several ranks is not committed, and its chunks are missing.
-UNSETTLED = pytest.mark.xfail(
-    reason="a store of several ranks is sometimes not committed by one", strict=False
-)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=UNSETTLED if name in ("gqa, tp 2", "mqa, tp 2") else ()) for name in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_tokens_from_the_cache_are_those_of_computing(
     name: str, serve: ServerProcess, tmp_path: Path
 ) -> None:
