@@ -172,7 +172,7 @@ class SchedulerClient:
             try:
                 link.call(m.Register(namespace), timeout)
             except CellarError as error:
-                log.info("connection lost: %s", error)
+                log.debug("connection lost: %s", error)
                 self._drop(link)
 
     def forget(self, lease: int) -> None:
@@ -266,7 +266,7 @@ class SchedulerClient:
         try:
             messages = link.receive(deadline)
         except CellarError as error:
-            log.info("connection lost: %s", error)
+            log.debug("connection lost: %s", error)
             self._drop(link)
             raise Disconnected(str(error)) from None
         for message in messages:

@@ -176,7 +176,7 @@ class WorkerClient:
         links: list[Link] = []
         # The scheduler side tells people of trouble, once for all ranks.
         while keep_trying(
-            self.path, lambda: links.append(self._connect()), self._stopped, level=logging.INFO
+            self.path, lambda: links.append(self._connect()), self._stopped, level=logging.DEBUG
         ):
             link = links.pop()
             try:

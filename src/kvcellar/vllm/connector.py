@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-log = logging.getLogger(__name__)
+# Said in vLLM's own log, in its form and from its level on.
+logging.getLogger("kvcellar").parent = logging.getLogger("vllm")
 
 
 class CannotRecompute(CellarError):

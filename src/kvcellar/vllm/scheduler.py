@@ -71,6 +71,7 @@ class SchedulerSide:
         try:
             with AdminClient(self._options.socket, _PROBE_S) as admin:
                 admin.ping()
+            log.info("KVCellar: storing and loading KV through %s", self._options.socket)
         except CellarError as error:
             if self._options.require:
                 raise StartupError(f"KVCellar is required, and {error}") from None
