@@ -7,6 +7,7 @@ Reads one JSON line on stdin, the job:
 and answers {"ready": seconds, "block": tokens, "groups": [spec class names]} when it is up. Then, until end
 of file, reads a round per line and answers each with one line (see `Engine.play`):
     {"prompts": [[token ids]...], "max_tokens": n, "together": false, "salt": text,
+     "adapter": [name, number, folder] of a LoRA adapter for all of them,
      "abort": {index of a prompt: after n tokens}, "abort_at": {index: after n steps of the engine},
      "interrupt": {"step": n, "call": name of a method of vllm.LLM, "arguments": {}}}
     {"call": name of a method of vllm.LLM, "arguments": {}}
@@ -96,6 +97,7 @@ class Engine:
     def __init__(self, job: dict[str, Any]) -> None:
         import vllm  # noqa: PLC0415 -- only after the environment is set
         import vllm.config  # noqa: PLC0415
+        import vllm.lora.request  # noqa: PLC0415
 
         options = DEFAULTS | job["options"]
         if job.get("connector") is not None:
@@ -106,6 +108,7 @@ class Engine:
                 kv_connector_extra_config=job["connector"],
             )
         self.vllm = vllm
+        self.lora = vllm.lora.request
         self.llm = vllm.LLM(job["model"], **options)
         self.core = self.llm.llm_engine
         # The scheduler, where this process has it.
@@ -167,9 +170,11 @@ class Engine:
             temperature=0, max_tokens=round_["max_tokens"], ignore_eos=True, detokenize=False
         )
         salt = {"cache_salt": round_["salt"]} if round_.get("salt") else {}
+        adapter = self.lora.LoRARequest(*round_["adapter"]) if "adapter" in round_ else None
         started, steps = time.monotonic(), self.steps
         for name, i in names.items():
-            self.core.add_request(name, {"prompt_token_ids": prompts[i]} | salt, sampling)
+            prompt = {"prompt_token_ids": prompts[i]} | salt
+            self.core.add_request(name, prompt, sampling, lora_request=adapter)
         self.core.abort_request([name for name, i in names.items() if limits[i] == 0])
         while True:
             self._interrupt(round_, names, outputs, first, self.steps - steps)
