@@ -189,6 +189,7 @@ def test_flipped_bits_are_a_miss_and_never_wrong_bytes(cold, engine, tmp_path, r
     assert grant.chunks == 4
     check(second, grant)
     assert cold.tier().counts["corrupt"] == 1
+    cold.has_grown(100)
     second.store(10)
     cold.settled()
     cold.forget()

@@ -355,9 +355,10 @@ class Ledger:
                 for stripe in bad:
                     shelf.remove(stripe, "aborted")
             else:
+                read = good + bad
                 if self.used is not None:
-                    self.used(lease.room, group, [one for one in good if not (one.visited or one.temporary)])
-                shelf.unpin(good + bad)
+                    self.used(lease.room, group, [one for one in read if not (one.visited or one.temporary)])
+                shelf.unpin(read)
         if lease.is_over:
             del session.leases[lease.id]
 
