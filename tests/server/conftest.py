@@ -30,6 +30,7 @@ class ServerProcess:
         self.folder = folder
         self.log = home / "log"
         self.flags: dict[str, str] = {"--memory": "16MiB", "--drain-seconds": "1"}
+        self.wrapper: list[str] = []  # a command that runs it with fewer rights
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, **flags: str) -> "ServerProcess":
@@ -37,9 +38,8 @@ class ServerProcess:
         self.flags |= {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
         pairs = [text for pair in self.flags.items() for text in pair]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvcellar", "serve", *self.where(), *pairs], stdout=log, stderr=log
-            )
+            command = [*self.wrapper, sys.executable, "-m", "kvcellar", "serve", *self.where(), *pairs]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
         eventually(self.answers)
         return self
 

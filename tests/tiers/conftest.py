@@ -33,6 +33,12 @@ class ColdServer:
         eventually(lambda: not self.tier(number).queued)
         return self.tier(number)
 
+    def has_grown(self, chunks: int) -> None:
+        """When memory for so many is there. A reserve does not wait for it longer than 0.2 s: then it is
+        granted what fits.
+        """
+        eventually(lambda: self.server.status().namespaces[0].groups[0].slots >= chunks)
+
     def wipe(self, **flags: str) -> None:
         """Stop in order, lose the memory, start again."""
         assert self.server.stop() == 0

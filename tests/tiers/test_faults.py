@@ -3,6 +3,7 @@ and recovery without a restart.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -188,6 +189,7 @@ def test_flipped_bits_are_a_miss_and_never_wrong_bytes(cold, engine, tmp_path, r
     assert grant.chunks == 4
     check(second, grant)
     assert cold.tier().counts["corrupt"] == 1
+    cold.has_grown(100)
     second.store(10)
     cold.settled()
     cold.forget()
@@ -244,6 +246,71 @@ def test_a_full_disk_is_shown_and_recovers(small_tmpfs, stopped_server, engine):
     seeds = iter(range(1, 10_000))
     eventually(lambda: one.store(1, next(seeds)) and tier(server).state == "up", 60)
     eventually(lambda: tier(server).objects > 0)
+
+
+@pytest.fixture
+def unprivileged(stopped_server, tmp_path):
+    """A server that permissions hold for, as they do not for root, and the folder of its disk."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("no setpriv (util-linux), without which root may do anything")
+        stopped_server.wrapper = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    yield stopped_server.start(disk=str(disk), disk_size="64MiB"), disk
+    disk.chmod(0o700)
+
+
+def test_lost_permission_before_the_first_write_is_shown_and_recovers(unprivileged, engine):
+    server, disk = unprivileged
+    disk.chmod(0o000)
+    one = engine()
+    one.store(10)
+    eventually(lambda: tier(server).state == "no writes")
+    assert tier(server).reason == f"{disk}: Permission denied"
+    assert one.hit(10) == 10, "memory answers as if there were no disk"
+    grant = one.scheduler.lookup(keys(10, seed=1), 5.0, 5.0)
+    if grant.ticket:
+        assert one.wait_for(grant).lease == 0, "a miss, within its deadline"
+    disk.chmod(0o700)
+    seeds = iter(range(1, 10_000))
+    eventually(lambda: one.store(1, next(seeds)) and tier(server).state == "up", 60)
+    eventually(lambda: tier(server).objects > 0 and not tier(server).queued)
+    assert tier(server).reason == ""
+
+
+def test_lost_permission_costs_growth_and_never_wrong_bytes(unprivileged, engine):
+    """What is open stays open: it is read, and written again by eviction, within the files there are."""
+    server, disk = unprivileged
+    one = engine()
+    one.store(50)
+    eventually(lambda: not tier(server).queued)
+    disk.chmod(0o000)
+    files = tier(server).used_bytes
+    for seed in range(1, 9):  # three times what the first crate holds
+        one.store(100, seed)
+    eventually(lambda: not tier(server).queued)
+    assert tier(server).used_bytes == files
+    assert tier(server).reason == f"{disk}: no new files: Permission denied"
+    forget(server)
+    found = 0
+    for seed in range(9):
+        grant = one.bring(100, seed, wait=2.0)
+        found += grant.chunks
+        if grant.lease:
+            check(one, grant, seed)
+    assert found > 0
+    assert tier(server).counts.get("corrupt", 0) == 0
+    disk.chmod(0o700)
+    seeds = iter(range(10, 10_000))
+    eventually(lambda: one.store(1, next(seeds)) and tier(server).reason == "", 60)
+    assert tier(server).used_bytes > files
+    one.store(100, seed=9)
+    eventually(lambda: not tier(server).queued)
+    forget(server)
+    grant = one.bring(100, seed=9)
+    assert grant.chunks == 100
+    check(one, grant, seed=9)
 
 
 def test_a_small_disk_is_never_over_its_size_under_load(stopped_server, engine, tmp_path):

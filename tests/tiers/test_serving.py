@@ -7,6 +7,7 @@ from kvcellar.wire import messages as m
 from tests.server.engine import NAMESPACES, Child, eventually
 from tests.server.raw import hello
 from tests.support import keys
+from tests.tiers.conftest import ColdServer
 
 
 def check(engine, grant, seed=0):
@@ -33,12 +34,31 @@ def test_what_was_stored_comes_back_from_disk_after_memory_was_wiped(cold, engin
 
 
 def test_sigterm_writes_back_what_is_queued(cold, engine):
-    engine(session="first").store(1000)
+    first = engine(session="first")
+    cold.has_grown(1000)
+    assert first.store(1000).chunks == 1000
     cold.wipe(memory="16MiB")
     second = engine(session="second")
     grant = second.bring(1000)
     assert grant.chunks == 1000
     check(second, grant)
+
+
+def test_a_disk_for_what_is_reused_holds_nothing_that_was_seen_once(stopped_server, engine, tmp_path):
+    """One chunk in two groups is not a chunk seen twice."""
+    cold = ColdServer(stopped_server)
+    cold.start(tier=f"disk://{tmp_path / 'disk'}?size=64MiB&write=reused")
+    first = engine("hybrid", session="first")
+    first.store(12)
+    first.store(12, seed=1)
+    assert first.hit(12, seed=1) == 12
+    eventually(lambda: cold.tier().objects == 14)  # 12 of one group, the last 2 of the one with a window
+    cold.wipe()
+    second = engine("hybrid", session="second")
+    assert second.bring(12).chunks == 0
+    grant = second.bring(12, seed=1)
+    assert grant.chunks == 12
+    check(second, grant, seed=1)
 
 
 def test_the_part_in_memory_comes_at_once_and_the_rest_is_pushed(cold, engine):

@@ -17,6 +17,7 @@ from kvcellar.server import writeback as module
 from kvcellar.server.objects import Objects
 from kvcellar.server.writeback import WriteBack
 from kvcellar.slab import Place
+from kvcellar.tiers.admission import WriteEverything, WriteFilter, WriteReused
 from kvcellar.tiers.memory import MemoryEngine
 from kvcellar.tiers.tier import Tier
 from kvcellar.transfer.slots import Stamp
@@ -33,22 +34,27 @@ class Held(MemoryEngine):
         super().__init__()
         self.gate = threading.Event()
         self.order: list[str] = []
+        self.asked = 0
 
     def write(self, name, source):
         self.order.append(name)
         assert self.gate.wait(30)
         super().write(name, source)
 
+    def exist(self, names):
+        self.asked += 1
+        return super().exist(names)
+
 
 class Rig:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, write_filter: WriteFilter) -> None:
         self.arena = Arena(folder, 16 << 20)
         self.ledger = Ledger(epoch=1, hold_limit=1 << 30)
         self.store = Held()
         self.tier = Tier("held", lambda: self.store)
         self.objects = Objects(self.arena)
-        self.back = WriteBack(self.ledger, self.objects, [self.tier])
-        self.ledger.published = self.back.published
+        self.back = WriteBack(self.ledger, self.objects, [self.tier], [write_filter])
+        self.ledger.published, self.ledger.used = self.back.published, self.back.used
         self.engine = Engine(self.ledger, SPACE, slots=1)
         [shelf] = self.engine.room.shelves
         shelf.retire(0)  # a table without slabs
@@ -95,10 +101,10 @@ class Rig:
 def run():
     folders = []
 
-    def run(test):
+    def run(test, write_filter=WriteEverything):
         async def body():
             folders.append(Path(tempfile.mkdtemp(prefix="kvcellar-writeback-", dir="/dev/shm")))
-            rig = Rig(folders[-1])
+            rig = Rig(folders[-1], write_filter())
             async with asyncio.timeout(20):
                 await rig.tier.start(5.0)
                 await test(rig)
@@ -174,5 +180,66 @@ def test_what_is_cleared_while_it_is_written_is_freed_after(run):
         await rig.drained()
         assert rig.shelf.free_slots == free + 3
         assert rig.shelf.free_slots == rig.shelf.slots
+
+    run(test)
+
+
+def test_what_is_seen_once_is_not_written_where_only_reuse_is(run):
+    async def test(rig):
+        rig.store.gate.set()
+        rig.write(10)
+        assert not rig.box.waiting
+        assert rig.engine.hit(keys(4)) == 4  # the first use of its beginning
+        await rig.asked(4)
+        assert rig.store.order == rig.names(4)
+        await rig.drained()
+        assert rig.engine.hit(keys(10)) == 10
+        await rig.asked(10)
+        await rig.drained()
+        assert sorted(rig.store.order) == sorted(rig.names(10)), "and nothing twice"
+
+    run(test, WriteReused)
+
+
+def test_what_is_computed_again_is_written(run):
+    async def test(rig):
+        rig.store.gate.set()
+        rig.write(5)
+        assert rig.ledger.clear() == 5
+        rig.write(8)
+        await rig.drained()
+        assert sorted(rig.store.order) == sorted(rig.names(5))
+
+    run(test, WriteReused)
+
+
+def test_what_is_used_and_there_already_is_not_counted_as_written(run):
+    async def test(rig):
+        rig.store.gate.set()
+        rig.write(6)
+        assert rig.engine.hit(keys(6)) == 6
+        await rig.asked(6)
+        await rig.drained()
+        written = rig.tier.stats.writes.bytes
+        assert rig.ledger.clear() == 6
+        rig.ledger.published = None
+        rig.write(6)  # in memory again, as if brought up
+        assert rig.engine.hit(keys(6)) == 6
+        assert await rig.tier.exist(rig.names(6)) == [True] * 6  # behind the question about the used ones
+        await rig.drained()
+        assert rig.tier.stats.writes.bytes == written
+
+    run(test, WriteReused)
+
+
+def test_a_use_costs_nothing_where_everything_is_written(run):
+    async def test(rig):
+        rig.store.gate.set()
+        rig.write(6)
+        await rig.drained()
+        asked = rig.store.asked
+        assert rig.engine.hit(keys(6)) == 6
+        await rig.tier.exist(rig.names(1))
+        assert rig.store.asked == asked + 1
 
     run(test)

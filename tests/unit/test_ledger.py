@@ -207,6 +207,43 @@ def test_empty_range_is_a_counted_no_op(one):
     assert one.ledger.counts["repeated"] == 1
 
 
+def told_of_uses(ledger):
+    told: list[bytes] = []
+    ledger.used = lambda _room, _group, stripes: told.extend(stripe.key for stripe in stripes)
+    return told
+
+
+def test_a_use_is_told_once_with_the_last_share_and_later_chunks_first(ledger, two):
+    told = told_of_uses(ledger)
+    two.store([A, B])
+    granted = two.lookup([A, B])
+    two.release(granted, 0)
+    assert told == []
+    two.release(granted, 1)
+    assert told == [B, A]
+    two.store([C], B)
+    assert two.hit([A, B, C]) == 3
+    assert told[2:] == [C], "the others have not been looked at by the policy since"
+
+
+def test_what_a_dead_engine_held_is_a_use_and_what_is_temporary_is_none(ledger, one):
+    """Temporary ones came from a tier; they are hidden, too, when they were condemned."""
+    told = told_of_uses(ledger)
+    one.store([A])
+    other = Engine(ledger, namespace(), name="other")
+    other.lookup([A])
+    other.leave()
+    assert told == [A]
+    [shelf] = one.room.shelves
+    brought = shelf.take(B, A, temporary=True)
+    shelf.publish([brought])
+    ledger.own.pin(shelf, brought)
+    granted = one.lookup([A, B])
+    one.release(granted)
+    ledger.own.unpin(shelf, brought)
+    assert told == [A]
+
+
 def test_read_lease_cannot_be_committed_and_write_lease_cannot_be_released(one):
     one.store([A])
     read, write = one.lookup([A]), one.reserve([B])

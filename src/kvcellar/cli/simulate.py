@@ -27,8 +27,7 @@ def simulate(
         str, typer.Option(help="What to evict: s3-fifo,second-chance,lru or some of them. [default: all]")
     ] = "",
     write: Annotated[
-        str,
-        typer.Option(help="What to write to disk: everything,reused,evicted or some of them. [default: all]"),
+        str, typer.Option(help="What to write to disk: everything,reused or one of them. [default: all]")
     ] = "",
     bytes_per_token: Annotated[
         int,

@@ -58,6 +58,8 @@ class Ledger:
         self.own = OwnPins()
         # Told of stripes that were just published, later chunks first: what write-back begins with.
         self.published: Callable[[Room, int, list[Stripe]], None] | None = None
+        # Told of stripes that were read, later chunks first: those not used since the eviction policy looked.
+        self.used: Callable[[Room, int, list[Stripe]], None] | None = None
         # The epoch in the high bits: a lease of an earlier server can never be mistaken for one of this.
         self._lease_ids = itertools.count(epoch << LEASE_BITS | 1)
 
@@ -353,7 +355,10 @@ class Ledger:
                 for stripe in bad:
                     shelf.remove(stripe, "aborted")
             else:
-                shelf.unpin(good + bad)
+                read = good + bad
+                if self.used is not None:
+                    self.used(lease.room, group, [one for one in read if not (one.visited or one.temporary)])
+                shelf.unpin(read)
         if lease.is_over:
             del session.leases[lease.id]
 

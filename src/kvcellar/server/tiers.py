@@ -14,6 +14,7 @@ from kvcellar.server.objects import Objects
 from kvcellar.server.prefetch import Prefetch
 from kvcellar.server.steward import Steward
 from kvcellar.server.writeback import Outbox, WriteBack
+from kvcellar.tiers.admission import WriteReused
 from kvcellar.tiers.registry import TierSpec
 from kvcellar.tiers.tier import Tier
 from kvcellar.wire.report import TierReport
@@ -28,10 +29,12 @@ class Tiers:
     ) -> None:
         self._tiers = [Tier(spec.label, spec.open) for spec in specs]
         objects = Objects(arena, self._forget)
-        self._writeback = WriteBack(ledger, objects, self._tiers)
+        self._writeback = WriteBack(ledger, objects, self._tiers, [spec.write_filter() for spec in specs])
         fetches = Fetches(ledger, objects, steward, self._writeback, self._tiers)
         self.prefetch = Prefetch(ledger, members, self._tiers, fetches)
         ledger.published = self._writeback.published
+        if any(spec.write_filter is WriteReused for spec in specs):  # nobody else wants to know
+            ledger.used = self._writeback.used
 
     async def start(self) -> None:
         """Raises StartupError for settings that cannot work."""

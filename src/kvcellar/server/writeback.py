@@ -1,4 +1,5 @@
-"""Write-back: what engines committed goes to every tier, after the fact and as far as a tier keeps up.
+"""Write-back: what engines committed goes to every tier that wants it, after the fact and as far as a tier
+keeps up.
 
 Nobody waits for it. Each tier has a queue of its own, in the order of prefixes and bounded: under pressure
 the newest is dropped and counted, so what is kept of a prefix is its beginning. A stripe in the queue is not
@@ -8,12 +9,13 @@ protected; only while it is being written does a pin of the server's own keep it
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from kvcellar.identity import ChunkKey
 from kvcellar.ledger import Ledger, Room, Stripe
 from kvcellar.server.objects import Goods, Objects
+from kvcellar.tiers.admission import Event, WriteFilter
 from kvcellar.tiers.tier import Tier
 
 MAX_QUEUED = 8192
@@ -30,8 +32,9 @@ class _Item(NamedTuple):
 class Outbox:
     """The queue to one tier."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, write_filter: WriteFilter) -> None:
         self.tier = tier
+        self.write_filter = write_filter
         self.waiting: deque[_Item] = deque()
         self.running = 0
         self.dropped: Counter[str] = Counter()  # full, evicted, down, unlabelled, failed
@@ -39,26 +42,24 @@ class Outbox:
 
 class WriteBack:
     def __init__(
-        self,
-        ledger: Ledger,
-        objects: Objects,
-        tiers: Sequence[Tier],
-        wants: Callable[[ChunkKey], bool] = lambda _key: True,
+        self, ledger: Ledger, objects: Objects, tiers: Sequence[Tier], filters: Sequence[WriteFilter]
     ) -> None:
-        """`wants`: is a chunk that an engine has just stored worth writing?"""
-        self.outboxes = [Outbox(tier) for tier in tiers]
+        self.outboxes = [Outbox(tier, chosen) for tier, chosen in zip(tiers, filters, strict=True)]
         self._ledger = ledger
         self._objects = objects
-        self._wants = wants
 
     def published(self, room: Room, group: int, stripes: Sequence[Stripe]) -> None:
         """An engine committed these, later chunks first."""
-        goods = self._objects.goods(room)
-        if goods is None:
-            return
-        wanted = [stripe for stripe in reversed(stripes) if self._wants(stripe.key)]
-        for outbox in self.outboxes:
-            self._add(outbox, (_Item(goods, group, stripe) for stripe in wanted))
+        for outbox, items in self._wanted(room, group, stripes, Event.STORED):
+            self._add(outbox, items)
+
+    def used(self, room: Room, group: int, stripes: Sequence[Stripe]) -> None:
+        """An engine found these in memory, later chunks first. Most are there already: the tier is asked, so
+        that what it counts as written was written.
+        """
+        for outbox, items in self._wanted(room, group, stripes, Event.USED):
+            names = [item.goods.probe_name(group, item.stripe.key) for item in items]
+            outbox.tier.exist(names).add_done_callback(partial(self._add_missing, outbox, items))
 
     def fill(self, goods: Goods, group: int, stripe: Stripe, tiers: Iterable[Tier]) -> None:
         """This came from a farther tier: the nearer ones should have it too."""
@@ -71,6 +72,23 @@ class WriteBack:
         """Write what is queued; give up at `until`, on the monotonic clock."""
         while time.monotonic() < until and any(box.running or box.waiting for box in self.outboxes):
             await asyncio.sleep(0.01)
+
+    def _wanted(
+        self, room: Room, group: int, stripes: Sequence[Stripe], event: Event
+    ) -> Iterator[tuple[Outbox, list[_Item]]]:
+        goods = self._objects.goods(room)
+        if goods is None:
+            return
+        salt = hash((goods.namespace_id, group))
+        for outbox in self.outboxes:
+            wants = outbox.write_filter.wants
+            items = [_Item(goods, group, one) for one in reversed(stripes) if wants(one.key, event, salt)]
+            if items:
+                yield outbox, items
+
+    def _add_missing(self, outbox: Outbox, items: list[_Item], found: asyncio.Future[list[bool]]) -> None:
+        if not found.cancelled():
+            self._add(outbox, (item for item, there in zip(items, found.result(), strict=True) if not there))
 
     def _add(self, outbox: Outbox, items: Iterable[_Item]) -> None:
         for item in items:

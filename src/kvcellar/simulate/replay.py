@@ -1,15 +1,16 @@
 """Replay a trace against memory and disk, with the shelves, policies and write filters of the server.
 
-Requests come one after the other: each looks up its prompt, loads what is there, and stores the rest. Nothing
-takes time, so nothing is pinned by anybody else and nothing comes too late; hit rates are those of an
-engine that waits. Knows nothing of bytes: sizes are counted in blocks.
+Requests come one after the other: each looks up its prompt, loads what is there, and stores the rest. The
+disk is written in the order of prefixes and evicts each chunk by itself, as tiers/books.py does. Nothing
+takes time, so nothing is pinned by anybody else and nothing comes too late; hit rates are those of an engine
+that waits. Knows nothing of bytes: sizes are counted in blocks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvcellar.identity import ChunkKey
-from kvcellar.ledger.policy import EvictionPolicy
+from kvcellar.ledger.policy import EvictionPolicy, SecondChance
 from kvcellar.ledger.shelf import Shelf
 from kvcellar.ledger.stripe import Stripe
 from kvcellar.simulate.trace import Trace
@@ -31,22 +32,16 @@ class Score(NamedTuple):
 
 
 class _Table:
-    """A rack's table that keeps nothing but what lies where, to tell what leaves."""
+    """A rack's table that keeps nothing."""
 
-    def __init__(self, slots: int, on_leave: Callable[[ChunkKey, ChunkKey | None], None] | None) -> None:
+    def __init__(self, slots: int) -> None:
         self.slots = slots
-        self._held: dict[int, tuple[ChunkKey, ChunkKey | None]] = {}
-        self._on_leave = on_leave
 
-    def write(self, slot: int, key: ChunkKey, parent: ChunkKey | None) -> None:
-        self._held[slot] = key, parent
+    def write(self, slot: int, key: ChunkKey, parent: ChunkKey | None) -> None: ...
 
     def publish(self, slot: int) -> None: ...
 
-    def free(self, slot: int) -> None:
-        key, parent = self._held.pop(slot)
-        if self._on_leave:
-            self._on_leave(key, parent)
+    def free(self, slot: int) -> None: ...
 
     def withdraw(self, slot: int) -> None: ...
 
@@ -54,16 +49,10 @@ class _Table:
 class Store:
     """One shelf of a given number of blocks: memory, or a disk."""
 
-    def __init__(
-        self,
-        blocks: int,
-        policy: EvictionPolicy,
-        on_leave: Callable[[ChunkKey, ChunkKey | None], None] | None = None,
-    ) -> None:
+    def __init__(self, blocks: int, policy: EvictionPolicy) -> None:
         self.shelf = Shelf(1, policy)
-        self.written = 0
         for number, first in enumerate(range(0, blocks, MAX_SLOTS_PER_RACK)):
-            self.shelf.add_rack(number, _Table(min(MAX_SLOTS_PER_RACK, blocks - first), on_leave))
+            self.shelf.add_rack(number, _Table(min(MAX_SLOTS_PER_RACK, blocks - first)))
 
     def __contains__(self, key: ChunkKey) -> bool:
         return self.shelf.get(key) is not None
@@ -79,8 +68,13 @@ class Store:
             if stripe is None:
                 break
             taken.append(stripe)
-        self.written += self.shelf.publish(reversed(taken))
+        self.shelf.publish(reversed(taken))
         return len(taken)
+
+    def add_alone(self, keys: Iterable[ChunkKey]) -> int:
+        """The same without parents: one after the other, and any of them may go before the others."""
+        stripes = (self.shelf.take(key, None) for key in keys)
+        return sum(self.shelf.publish([stripe]) for stripe in stripes if stripe is not None)
 
 
 class Cellar:
@@ -89,9 +83,9 @@ class Cellar:
     def __init__(
         self, memory: int, disk: int, policy: Callable[[], EvictionPolicy], write_filter: WriteFilter
     ) -> None:
-        self.memory = Store(memory, policy(), self._spill)
-        self.disk = Store(disk, policy())
-        self.disk_hits = 0  # blocks
+        self.memory = Store(memory, policy())
+        self.disk = Store(disk, SecondChance())
+        self.disk_hits = self.disk_written = 0  # blocks
         self._filter = write_filter
 
     def serve(self, keys: Sequence[ChunkKey]) -> int:
@@ -114,15 +108,8 @@ class Cellar:
         return hit
 
     def _write_back(self, keys: Sequence[ChunkKey], positions: Iterable[int], event: Event) -> None:
-        if not self.disk.shelf.slots:
-            return
-        wanted = [n for n in positions if keys[n] not in self.disk and self._filter.wants(keys[n], event)]
-        self.disk.add(keys, wanted)
-
-    def _spill(self, key: ChunkKey, parent: ChunkKey | None) -> None:
-        if self.disk.shelf.slots and key not in self.disk and self._filter.wants(key, Event.EVICTED):
-            stripe = self.disk.shelf.take(key, parent)
-            self.disk.written += self.disk.shelf.publish([stripe] if stripe else [])
+        missing = [keys[n] for n in positions if keys[n] not in self.disk]
+        self.disk_written += self.disk.add_alone(key for key in missing if self._filter.wants(key, event))
 
 
 def replay(trace: Trace, cellar: Cellar, on_request: Callable[[], None] = lambda: None) -> Score:
@@ -132,7 +119,7 @@ def replay(trace: Trace, cellar: Cellar, on_request: Callable[[], None] = lambda
         hits += cellar.serve(prompt.keys)
         on_request()
     disk_hits = cellar.disk_hits * trace.block_tokens
-    return Score(asked, hits * trace.block_tokens - disk_hits, disk_hits, cellar.disk.written)
+    return Score(asked, hits * trace.block_tokens - disk_hits, disk_hits, cellar.disk_written)
 
 
 def ceiling(trace: Trace) -> float:

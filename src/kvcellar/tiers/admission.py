@@ -1,9 +1,8 @@
 """Which chunks are worth writing to a tier.
 
-Writing wears a disk and fills a network, and much of what engines compute is never asked for again. A write
-filter is asked about a chunk that the tier does not hold, whenever something happens to it, and says yes or
-no at once. Its memory is fixed. Knows nothing of tiers, queues or bytes; a wrong answer costs a hit or a
-write, nothing else.
+Writing wears a disk, and much of what engines compute is never asked for again. A write filter is asked about
+a chunk whenever an engine has stored it or has used it, and says yes or no at once. Its memory is fixed.
+Knows nothing of tiers, queues or bytes; a wrong answer costs a hit or a write, nothing else.
 """
 
 from array import array
@@ -17,28 +16,28 @@ from kvcellar.identity import ChunkKey
 _number = Struct("<Q").unpack_from  # chunk keys are hashes: any part of one is as good as another
 _TURN = 0xFFFF_FFFF
 _MARK = _TURN << 32
+_ALL = _MARK | _TURN
 
 
 class Event(Enum):
-    """What happened to a chunk that the tier does not hold."""
+    """What happened to a chunk."""
 
     STORED = "stored"  # an engine computed it, and it is in memory now
-    USED = "used"  # a lookup found it in memory
-    EVICTED = "evicted"  # it has to leave memory
+    USED = "used"  # an engine found it in memory; asked about what the tier does not hold
 
 
 class WriteFilter(Protocol):
-    def wants(self, key: ChunkKey, event: Event) -> bool:
-        """Write it now? Asked in the order of a prefix, so that what is written has its parents there. A yes
-        that is not heeded costs nothing: the chunk will be asked about again.
+    def wants(self, key: ChunkKey, event: Event, salt: int = 0) -> bool:
+        """Write it now? Asked in the order of a prefix, so that what is written has its parents there.
+        `salt` tells namespaces and groups apart, in which equal keys name different things.
         """
 
 
 class WriteEverything:
     """Whatever was computed, as soon as it is: it can be read again from the next request on."""
 
-    def wants(self, key: ChunkKey, event: Event) -> bool:  # noqa: ARG002 - nothing is refused
-        return event is not Event.EVICTED
+    def wants(self, key: ChunkKey, event: Event, salt: int = 0) -> bool:  # noqa: ARG002 - nothing is refused
+        return event is Event.STORED
 
 
 class WriteReused:
@@ -47,28 +46,21 @@ class WriteReused:
     def __init__(self, window: int = 1 << 20) -> None:
         self._seen = Ghost(window)  # 16 MiB for what engines compute in hours
 
-    def wants(self, key: ChunkKey, event: Event) -> bool:
-        if event is not Event.STORED:
-            return event is Event.USED
-        known = key in self._seen
-        self._seen.add(key)
+    def wants(self, key: ChunkKey, event: Event, salt: int = 0) -> bool:
+        if event is Event.USED:
+            return True
+        number = (_number(key)[0] ^ salt) & _ALL
+        known = number in self._seen
+        self._seen.add(number)
         return known
 
 
-class WriteEvicted:
-    """What memory has no room for any more. The tier then holds little that memory holds too, but whoever
-    needs the room waits for the write, and what is lost with the memory is lost.
-    """
-
-    def wants(self, key: ChunkKey, event: Event) -> bool:  # noqa: ARG002 - not by key
-        return event is Event.EVICTED
-
-
 class Ghost:
-    """The keys seen lately, in a fixed number of bytes: 16 to 32 each, where a set has 100.
+    """The numbers (64 bits of a hash) seen lately, in a fixed number of bytes: 16 to 32 each, where a set has
+    100.
 
-    A table of fingerprints, each with its turn: a key is known if it is among the last `window` that were
-    added. A newer key takes the cell of an older one, so up to two in five are forgotten early; a new key is
+    A table of fingerprints, each with its turn: a number is known if it is among the last `window` that were
+    added. A newer one takes the cell of an older one, so up to two in five are forgotten early; a new one is
     taken for a known one once in four billion times.
     """
 
@@ -79,21 +71,14 @@ class Ghost:
         self._mask = cells - 1
         self._turn = window  # so that empty cells, which read as turn 0, are old
 
-    def __contains__(self, key: ChunkKey) -> bool:
-        number: int = _number(key)[0]
+    def __contains__(self, number: int) -> bool:
         cell = self._cells[number & self._mask]
         return (cell ^ number) <= _TURN and (self._turn - cell) & _TURN < self._window
 
-    def add(self, key: ChunkKey) -> None:
-        number: int = _number(key)[0]
-        self._turn = (self._turn + 1) & _TURN  # wraps after four billion keys, and then mistakes a few
+    def add(self, number: int) -> None:
+        self._turn = (self._turn + 1) & _TURN  # wraps after four billion, and then mistakes a few
         self._cells[number & self._mask] = number & _MARK | self._turn
 
 
-DefaultFilter = WriteEverything
-
-FILTERS: dict[str, Callable[[], WriteFilter]] = {
-    "everything": WriteEverything,
-    "reused": WriteReused,
-    "evicted": WriteEvicted,
-}
+# docs/policies.md says what each finds, and what it writes for it.
+FILTERS: dict[str, Callable[[], WriteFilter]] = {"everything": WriteEverything, "reused": WriteReused}

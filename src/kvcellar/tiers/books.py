@@ -64,7 +64,7 @@ class Books:
         self._users: Counter[int] = Counter()  # by crate: slots being read or written
         self._written = 0
         self._retry_at = 0.0
-        self._refusal = ""  # why the file system gave no more, last time
+        self.refusal = ""  # why the file system gave no more, until it does
 
     # -- slots ------------------------------------------------------------------------------------------
 
@@ -154,6 +154,7 @@ class Books:
 
     def grown(self, step: Grow) -> None:
         self._busy.discard(step.number)
+        self.refusal = ""
         self._sizes(step.shape.slot_bytes).growing = False
         self._add(step.number, step.shape)
         self._add_free(step.number, reversed(range(step.shape.slots)))
@@ -163,7 +164,7 @@ class Books:
         self._busy.discard(step.number)
         self.used -= step.shape.file_bytes
         self._retry_at = self._clock() + _RETRY_S
-        self._refusal = why
+        self.refusal = why
         sizes = self._sizes(step.shape.slot_bytes)
         sizes.growing = False
         return bool(sizes.crates)
@@ -257,6 +258,6 @@ class Books:
     def _why_full(self, sizes: SizeClass) -> str:
         if self.scanning:
             return "full until what is there has been scanned"
-        if not sizes.crates and self._refusal:
-            return self._refusal
+        if not sizes.crates and self.refusal:
+            return self.refusal
         return f"no room for an object of {sizes.slot_bytes} bytes within {self.capacity}"

@@ -137,7 +137,8 @@ class DiskEngine:
 
     def usage(self) -> Usage:
         books = self._books
-        return Usage(len(books.index), books.used, books.capacity, books.scanning)
+        trouble = f"{self._folder.path}: no new files: {books.refusal}" if books.refusal else ""
+        return Usage(len(books.index), books.used, books.capacity, books.scanning, trouble)
 
     def close(self) -> None:
         """While something is still being read or written, files and lock stay until the process ends."""
@@ -265,12 +266,12 @@ class DiskEngine:
 
 
 def open_disk(url: str, options: Mapping[str, str]) -> DiskEngine:
-    """disk:///path?size=200GiB"""
+    """disk:///path?size=200GiB; `write` is the server's business"""
     path = unquote(url.removeprefix("disk://"))
     if not path.startswith("/"):
         raise ConfigError(f"{url}: expected disk:///PATH, with three slashes")
     if unknown := set(options) - {"size"}:
-        raise ConfigError(f"{url}: unknown option {min(unknown)!r}; known is size")
+        raise ConfigError(f"{url}: unknown option {min(unknown)!r}; known are size and write")
     try:
         size = parse_bytes(options["size"]) if "size" in options else None
     except ValueError as error:

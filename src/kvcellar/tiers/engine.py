@@ -37,6 +37,7 @@ class Usage(NamedTuple):
     used_bytes: int
     capacity_bytes: int
     scanning: bool = False  # what an earlier server left is still being found: unknown is a miss
+    trouble: str = ""  # what keeps it from using all of its capacity
 
 
 class Engine(Protocol):

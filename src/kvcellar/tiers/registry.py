@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 from urllib.parse import parse_qsl, urlsplit
 
 from kvcellar.errors import ConfigError
+from kvcellar.tiers.admission import FILTERS, WriteEverything, WriteFilter
 from kvcellar.tiers.engine import Engine
 
 Factory = Callable[[str, Mapping[str, str]], Engine]
@@ -35,6 +36,7 @@ BUILT_IN = {
 class TierSpec(NamedTuple):
     label: str  # for people: no credentials, no options
     open: Callable[[], Engine]
+    write_filter: Callable[[], WriteFilter] = WriteEverything
 
 
 def parse_spec(text: str) -> TierSpec:
@@ -45,7 +47,11 @@ def parse_spec(text: str) -> TierSpec:
         raise ConfigError(f"--tier {_label(url)!r}: expected a URL such as disk:///var/cache/kv?size=200GiB")
     options = dict(parse_qsl(query, keep_blank_values=True))
     factory = _factory(scheme)
-    return TierSpec(_label(url), lambda: factory(url, options))
+    # Only a disk wears, and only a disk is ours alone: what one host reads once, another may read next.
+    write = options.pop("write", "everything") if scheme == "disk" else "everything"
+    if write not in FILTERS:
+        raise ConfigError(f"--tier {_label(url)}: write={write!r} is none of {', '.join(FILTERS)}")
+    return TierSpec(_label(url), lambda: factory(url, options), FILTERS[write])
 
 
 def _factory(scheme: str) -> Factory:

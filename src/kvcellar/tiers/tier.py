@@ -207,7 +207,8 @@ class Tier:
             return "down", "not opened yet"
         if not self._writable.is_closed:
             return "no writes", self._writable.reason
-        return ("scanning" if self.usage.scanning else "up"), ""
+        usage = self.usage
+        return ("scanning" if usage.scanning else "up"), usage.trouble
 
     @property
     def usage(self) -> Usage:

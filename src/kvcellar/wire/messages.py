@@ -243,7 +243,9 @@ Result = Pong | Registered | Granted | Settled | Report | Failure
 
 
 class Request(Message, frozen=True):
-    """One to 256 operations, done in order; only a Reserve may wait, for memory to be allocated."""
+    """One to 256 operations, done in order; only a Reserve may wait, for memory to be allocated: until the
+    deadline, and no longer than a second. Then it is granted what fits.
+    """
 
     id: Annotated[int, Meta(ge=0, lt=1 << 62)]
     deadline_ms: Annotated[int, Meta(ge=1, le=600_000)]

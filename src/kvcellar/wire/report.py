@@ -41,7 +41,7 @@ class SessionReport(msgspec.Struct, frozen=True):
 class TierReport(msgspec.Struct, frozen=True):
     label: str
     state: str  # up, scanning, no writes, down
-    reason: str  # why it is not up
+    reason: str  # why it is not up, or not all of it is used
     objects: int  # 0 where the engine cannot tell
     used_bytes: int
     capacity_bytes: int
