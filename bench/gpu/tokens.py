@@ -1,0 +1,106 @@
+"""Greedy tokens of many prompts, computed, still on the GPU, and loaded; and with bits flipped in the cache.
+
+Loaded KV is compared with KV that never left the GPU. Where both leave vLLM the same tokens to compute, the
+same kernels run on the same bytes: tokens and log-probabilities must be equal. Computing the whole prompt
+(`cold`) rounds differently in bfloat16, so there a token may turn where two are nearly as likely; any other
+difference is an error. And with the first token of a prompt changed, the answer must change, or equal tokens
+would mean nothing.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.gpu.engine import Answer, Engine
+from bench.gpu.progress import say
+from kvcellar.slab import HEADER_MAGIC, OBJECT_HEADER, PAGE, SlabShape
+
+TOKENS = 16
+NEAR = 0.1  # nats between the two likeliest tokens
+
+
+def compare(engine: Engine, count: int) -> dict[str, Any]:
+    """Half of the prompts end just after a chunk: for these a load leaves what the prefix cache leaves."""
+    chunk = engine.scale.chunk
+    lengths = [chunk * (2 + n % 8) + (1 + n % 15 if n % 2 else 17 + 5 * n) for n in range(count)]
+    prompts = [engine.prompt(length) for length in lengths]
+    engine.forget()
+    cold = [engine.run(prompt, TOKENS, logprobs=2) for prompt in prompts]
+    kept = [engine.run(prompt, TOKENS, logprobs=2) for prompt in prompts]
+    time.sleep(1)
+    engine.forget()
+    warm = [engine.run(prompt, TOKENS, logprobs=2) for prompt in prompts]
+    changed = [engine.run([prompt[0] + 1, *prompt[1:]], TOKENS) for prompt in prompts]
+    alike = [(a, b) for a, b in zip(warm, kept, strict=True) if a.cached == b.cached]
+    result = {
+        "prompts": count,
+        "hits": sum(answer.cached > 0 for answer in warm),
+        "cold_is_warm": sum(a.tokens == b.tokens for a, b in zip(cold, warm, strict=True)),
+        "nearly": sum(turned(a, b) for a, b in zip(cold, warm, strict=True)),
+        "comparable": len(alike),
+        "kept_is_warm": sum(a.tokens == b.tokens for a, b in alike),
+        "bit_for_bit": sum(a.tokens == b.tokens and a.best == b.best for a, b in alike),
+        "depends_on_first": sum(a.tokens != b.tokens for a, b in zip(cold, changed, strict=True)),
+    }
+    result["ok"] = (
+        result["hits"] == count
+        and result["cold_is_warm"] + result["nearly"] == count
+        and result["kept_is_warm"] == result["comparable"] >= count // 2
+        and result["depends_on_first"] > count // 2
+    )
+    say(f"tokens: {result}")
+    return result
+
+
+def turned(one: Answer, other: Answer) -> bool:
+    """Whether they differ, and first where the two likeliest tokens were nearly as likely."""
+    pairs = zip(one.tokens, other.tokens, one.best, strict=True)
+    first = next((gap for a, b, (_, gap) in pairs if a != b), None)
+    return first is not None and first < NEAR
+
+
+def flip(engine: Engine, memory: Path, corrupt: Any) -> dict[str, Any]:
+    """A flipped bit in every object of the cache: found, and computed instead. `corrupt` asks the server."""
+    prompts = [engine.prompt(engine.scale.chunk * 6 + 5) for _ in range(3)]
+    engine.forget()
+    cold = [engine.run(prompt, TOKENS, logprobs=2) for prompt in prompts]
+    time.sleep(1)
+    engine.forget()
+    before, flipped = corrupt(), flip_everywhere(memory)
+    again = [engine.run(prompt, TOKENS, logprobs=2) for prompt in prompts]
+    found = corrupt() - before
+    equal = sum(a.tokens == b.tokens or turned(a, b) for a, b in zip(cold, again, strict=True))
+    ok = flipped > 0 and found > 0 and equal == len(prompts)
+    result = {"flipped": flipped, "found": found, "prompts": len(prompts), "equal": equal, "ok": ok}
+    say(f"flipped bits: {result}")
+    return result
+
+
+def flip_everywhere(memory: Path) -> int:
+    """One bit of every object, each somewhere else."""
+    flipped, pick = 0, np.random.default_rng(3)
+    for path in memory.rglob("*.slab"):
+        whole = np.memmap(path, dtype=np.uint8, mode="r+")
+        first = whole[: OBJECT_HEADER.itemsize * (PAGE // OBJECT_HEADER.itemsize)].view(OBJECT_HEADER)
+        sizes = first["object_bytes"][first["magic"] == HEADER_MAGIC]
+        if not len(sizes):
+            continue  # nothing in its first page of slots, and so nowhere: they are filled in order
+        shape = _shape(len(whole), -(-int(sizes[0]) // PAGE) * PAGE)
+        headers = whole[: shape.slots * OBJECT_HEADER.itemsize].view(OBJECT_HEADER)
+        for slot in np.flatnonzero(headers["magic"] == HEADER_MAGIC).tolist():
+            at = shape.header_bytes + slot * shape.slot_bytes + int(pick.integers(sizes[0]))
+            whole[at] ^= np.uint8(1 << int(pick.integers(8)))
+            flipped += 1
+    return flipped
+
+
+def _shape(file_bytes: int, slot_bytes: int) -> SlabShape:
+    """The shape of a slab of that size."""
+    shape = SlabShape(file_bytes // slot_bytes, slot_bytes)
+    while shape.file_bytes > file_bytes:
+        shape = SlabShape(shape.slots - 1, slot_bytes)
+    if shape.file_bytes != file_bytes:
+        raise ValueError(f"no slab of slots of {slot_bytes} bytes has {file_bytes} bytes")
+    return shape
