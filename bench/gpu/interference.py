@@ -133,10 +133,19 @@ def measure(engine: Engine, *, loads: bool) -> dict[str, Any]:
     time.sleep(1)
     engine.forget()
     driver = _Driver(engine)
+    try:
+        return _phases(engine, driver, prompts)
+    finally:
+        driver.stop()
+        engine.forget()
+
+
+def _phases(engine: Engine, driver: _Driver, prompts: list[list[int]]) -> dict[str, Any]:
+    scale = engine.scale
     driver.decode([engine.prompt(_PROMPT) for _ in range(scale.decoders)], scale.decode)
     result = {"alone": driver.phase(scale.phase_s / 2, iter(()), EVERY_S)}
     say(_line("alone", result["alone"]))
-    if loads:
+    if prompts:
         result["loads"] = driver.phase(scale.phase_s, itertools.cycle(prompts), EVERY_S)
         say(_line("loads", result["loads"]))
         driver.settle()
@@ -144,8 +153,6 @@ def measure(engine: Engine, *, loads: bool) -> dict[str, Any]:
     result["stores"] = driver.phase(scale.phase_s, fresh, scale.phase_s / 2)
     say(_line("stores", result["stores"]))
     driver.settle()
-    driver.stop()
-    engine.forget()
     return result
 
 

@@ -59,14 +59,21 @@ def _write(job: dict[str, Any], result: dict[str, Any]) -> None:
     path.with_suffix(".new").rename(path)
 
 
+def _warm_up(engine: Engine, job: dict[str, Any]) -> None:
+    """Once for all parts."""
+    if not job.get("warm"):
+        ttft.warm_up(engine, rest=job["mode"] != "recompute")
+        job["warm"] = True
+        say("warmed up")
+
+
 def _ttft(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
-    ttft.warm_up(engine, rest=job["mode"] != "recompute")
-    say("warmed up")
+    _warm_up(engine, job)
     return {"rows": ttft.measure(engine, job["rounds"], reload=job["mode"] != "recompute")}
 
 
 def _interference(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
-    ttft.warm_up(engine, rest=job["mode"] != "recompute")
+    _warm_up(engine, job)
     return {"interference": interference.measure(engine, loads=job["mode"] != "recompute")}
 
 

@@ -35,7 +35,7 @@ MODES = (
 
 
 def figures(entries: list[dict[str, Any]], model: str) -> dict[int, dict[str, float]]:
-    """By length and mode: milliseconds; and "floor", which is KVCellar's own."""
+    """By length and mode: milliseconds; and "floor", the lowest of all modes."""
     found: dict[int, dict[str, float]] = {}
     by_mode = {entry["mode"]: entry.get("rows", []) for entry in entries if entry["model"] == model}
     if missing := [mode.name for mode in MODES if not by_mode.get(mode.name)]:
@@ -46,8 +46,8 @@ def figures(entries: list[dict[str, Any]], model: str) -> dict[int, dict[str, fl
                 continue
             here = found.setdefault(row["tokens"], {})
             here[mode.name] = row[mode.figure]
-            if mode.name == "kvcellar" and "floor" in row:
-                here["floor"] = row["floor"]
+            if "floor" in row:
+                here["floor"] = min(row["floor"], here.get("floor", row["floor"]))
     return dict(sorted(found.items()))
 
 

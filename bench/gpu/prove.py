@@ -26,11 +26,12 @@ from typing import Any
 from bench.gpu.children import Child, Site, site
 from bench.gpu.engine import MODES
 from bench.gpu.progress import say
-from bench.gpu.report import print_report
+from bench.gpu.report import merge, print_report
 from bench.gpu.scale import FULL, SMALL, Scale
 from bench.gpu.shapes import CONFIGS
 
 ORDER = ("interference", "ttft", "tokens", "flip")  # interference first: it wants an empty cache
+LEAST_S, END_S = 75.0, 15.0  # for an engine to be worth starting; for it to be stopped
 
 
 def parts_of(asked: list[str], model: str, mode: str) -> list[str]:
@@ -40,7 +41,7 @@ def parts_of(asked: list[str], model: str, mode: str) -> list[str]:
     return [part for part in ORDER if part in asked and part in possible]
 
 
-def run_engine(scale: Scale, args: argparse.Namespace, model: str, mode: str) -> dict[str, Any]:
+def run_engine(scale: Scale, args: argparse.Namespace, model: str, mode: str, limit: float) -> dict[str, Any]:
     parts = parts_of(args.parts, model, mode)
     say(f"{model}, {mode}: {', '.join(parts)}")
     log = args.out.with_name(f"{args.out.stem}.{model}.{mode}.log")
@@ -51,13 +52,13 @@ def run_engine(scale: Scale, args: argparse.Namespace, model: str, mode: str) ->
             about["server_s"] = where.seconds
             job = where.job | {"parts": parts, "rounds": args.rounds, "prompts": args.prompts}
             with Child(job, f"{model}-{mode}", log) as child:
-                return about | child.wait(args.limit)
+                return about | child.wait(limit)
     except (OSError, RuntimeError) as error:
         say(f"{model}, {mode}: {error}")
         return about | {"error": str(error)}
 
 
-def run_pair(scale: Scale, args: argparse.Namespace, model: str) -> dict[str, Any]:
+def run_pair(scale: Scale, args: argparse.Namespace, model: str, limit: float) -> dict[str, Any]:
     """The second engine's first request is one that the first engine has answered."""
     say(f"{model}: two engines, one server")
     log = args.out.with_name(f"{args.out.stem}.{model}.pair.log")
@@ -65,11 +66,11 @@ def run_pair(scale: Scale, args: argparse.Namespace, model: str) -> dict[str, An
     with site(scale, model, "kvcellar", small=args.small) as where:
         common = where.job | {"options": scale.pair()}
         with Child(common | {"parts": ["first"]}, "first", log) as one:
-            first = one.wait(args.limit / 2)
+            first = one.wait(limit / 2)
             if "kept" not in first:
                 return {"model": model, "mode": "pair", "error": "the first engine did not answer"}
             with Child(common | {"parts": ["second"]}, "second", log) as two:
-                second = two.wait(args.limit / 2)
+                second = two.wait(limit / 2)
                 pair = {"first": first, "second": second} | server_on_gpu(where)
     warm, kept = second.get("warm", {}), first["kept"]
     pair["same"] = warm.get("tokens") == kept["tokens"]
@@ -97,14 +98,8 @@ def server_on_gpu(where: Site) -> dict[str, Any]:
 
 
 def add(out: Path, entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """To what the file has; an entry of the same model and mode is replaced part by part."""
-    entries = json.loads(out.read_text()) if out.exists() else []
-    same = [old for old in entries if (old["model"], old["mode"]) == (entry["model"], entry["mode"])]
-    rest = [old for old in entries if old not in same]
-    merged = (same[0] if same else {}) | entry
-    if "error" not in entry:
-        merged.pop("error", None)
-    entries = [*rest, merged]
+    """To what the file has."""
+    entries = merge(json.loads(out.read_text()) if out.exists() else [], entry)
     out.write_text(json.dumps(entries, indent=1) + "\n")
     return entries
 
@@ -119,21 +114,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of ttft; twice as many for short prompts")
     parser.add_argument("--prompts", type=int, default=20, help="of tokens")
     parser.add_argument("--limit", type=float, default=270, help="seconds for one engine, its start included")
+    parser.add_argument(
+        "--total", type=float, default=3600, help="seconds for all: no engine is started in the last minute"
+    )
     parser.add_argument("--out", type=Path, default=Path("prove.json"))
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     scale = SMALL if args.small else FULL
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    todo = [(model, mode) for model in args.model for mode in args.modes if parts_of(args.parts, model, mode)]
+    todo += [(args.model[0], "pair")] if "pair" in args.parts else []
     entries: list[dict[str, Any]] = []
-    for model in args.model:
-        for mode in args.modes:
-            if parts_of(args.parts, model, mode):
-                begun = time.monotonic()
-                entry = run_engine(scale, args, model, mode)
-                entries = add(args.out, entry | {"took_s": time.monotonic() - begun})
-    if "pair" in args.parts:
+    started = time.monotonic()
+    for model, mode in todo:
         begun = time.monotonic()
-        entry = run_pair(scale, args, args.model[0])
+        left = started + args.total - begun
+        if left < LEAST_S:
+            entries = add(args.out, {"model": model, "mode": mode, "error": "not begun: no time left"})
+            continue
+        limit = min(args.limit, left - END_S)
+        if mode == "pair":
+            entry = run_pair(scale, args, model, limit)
+        else:
+            entry = run_engine(scale, args, model, mode, limit)
         entries = add(args.out, entry | {"took_s": time.monotonic() - begun})
     sys.exit(0 if print_report(entries) else 1)
 

@@ -1,8 +1,25 @@
-"""The tables of prove.py, from what its engines have found out."""
+"""The tables of prove.py, from what its engines have found out.
 
+python -m bench.gpu.report FILE... [--out FILE]      those of several calls, put together
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 Entries = list[dict[str, Any]]
+
+
+def merge(entries: Entries, entry: dict[str, Any]) -> Entries:
+    """An entry of the same model and mode is replaced part by part."""
+    same = [old for old in entries if (old["model"], old["mode"]) == (entry["model"], entry["mode"])]
+    rest = [old for old in entries if old not in same]
+    merged = (same[0] if same else {}) | entry
+    for name in {"error", "errors"} - set(entry):
+        merged.pop(name, None)
+    return [*rest, merged]
 
 
 def print_report(entries: Entries) -> bool:
@@ -75,3 +92,23 @@ def _print_pair(head: str, pair: dict[str, Any]) -> None:
     )
     print(f"{'':19} server {pair['server_pid']}: files of the GPU driver {pair['server_gpu_files']}")
     print(f"{'':19} nvidia-smi: {pair['nvidia_smi']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    entries: Entries = []
+    for path in args.files:
+        for entry in json.loads(path.read_text()):
+            entries = merge(entries, entry)
+    if args.out:
+        args.out.write_text(json.dumps(entries, indent=1) + "\n")
+    sys.exit(0 if print_report(entries) else 1)
+
+
+if __name__ == "__main__":
+    main()

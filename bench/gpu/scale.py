@@ -58,7 +58,7 @@ FULL = Scale(
     long=64_000,
     decoders=32,
     decode=16_000,
-    rest_s=12.0,
+    rest_s=8.0,
     phase_s=10.0,
     gpu=True,
 )

@@ -3,7 +3,7 @@
 vLLM's own dummy weights are so small that attention adds nothing to the residual stream: tokens then depend
 on the last token alone, and KV full of garbage would go unseen. These are drawn so that activations stay near
 1 and every head listens to some ten of a thousand tokens; by the names of the weights, so that two engines
-have the same.
+have the same. What layers add is small beside the sum of all: differences in rounding then stay small too.
 
 vLLM calls `install` in each of its processes, as a plugin, where `plugin_path` is on PYTHONPATH.
 """
@@ -37,32 +37,41 @@ def draw(model: Any) -> None:
     import torch  # noqa: PLC0415 - where vLLM is
 
     gemma = "Gemma" in type(model).__name__  # adds 1 to its norms, and scales its embedding
+    layers = sum(name.endswith("o_proj.weight") for name, _ in model.named_parameters())
     generators: dict[Any, Any] = {}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if not weight.is_floating_point():
                 continue
             if weight.dim() < 2:
-                weight.fill_(_level(name, gemma=gemma))
+                weight.fill_(_level(name, layers, gemma=gemma))
                 continue
             generator = generators.setdefault(weight.device, torch.Generator(weight.device))
             generator.manual_seed(zlib.crc32(name.encode()))
-            weight.normal_(0.0, _spread(name, weight.shape[-1], gemma=gemma), generator=generator)
+            weight.normal_(0.0, _spread(name, weight.shape[-1], layers, gemma=gemma), generator=generator)
     print("weights drawn by bench.gpu.weights", flush=True)
 
 
-def _level(name: str, *, gemma: bool) -> float:
-    """Of norms, which keep activations at 1, and sharpen queries and keys where these have one; of biases."""
+def _level(name: str, layers: int, *, gemma: bool) -> float:
+    """Of norms, and of biases. Gemma has norms for queries and keys, and for what a layer adds."""
     if "norm" not in name:
         return 0.0
-    wanted = _SHARP if "q_norm" in name or "k_norm" in name else 1.0
-    return wanted - 1 if gemma else wanted
+    if not gemma:
+        return 1.0
+    if "q_norm" in name or "k_norm" in name:
+        return _SHARP - 1
+    added = "post_attention_layernorm" in name or "post_feedforward_layernorm" in name
+    return 1 / math.sqrt(2 * layers) - 1 if added else 0.0
 
 
-def _spread(name: str, inputs: int, *, gemma: bool) -> float:
+def _spread(name: str, inputs: int, layers: int, *, gemma: bool) -> float:
+    unit = 1 / math.sqrt(inputs)
     if "embed_tokens" in name:
-        return 1 / math.sqrt(inputs) if gemma else 1.0
+        return unit if gemma else 1.0
     if any(part in name for part in ("qkv_proj", "q_proj", "kv_a_proj", "kv_b_proj")):
-        return _SHARP / math.sqrt(inputs)
-    # A mean of values is smaller than its parts.
-    return (3.0 if "o_proj" in name else 1.0) / math.sqrt(inputs)
+        return _SHARP * unit
+    if "o_proj" in name:
+        return 5 * unit / math.sqrt(2 * layers)  # a mean of values is smaller than its parts
+    if "down_proj" in name:
+        return unit / math.sqrt(2 * layers)
+    return unit
