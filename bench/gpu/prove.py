@@ -63,14 +63,15 @@ def run_pair(scale: Scale, args: argparse.Namespace, model: str, limit: float) -
     say(f"{model}: two engines, one server")
     log = args.out.with_name(f"{args.out.stem}.{model}.pair.log")
     log.unlink(missing_ok=True)
+    end = time.monotonic() + limit
     with site(scale, model, "kvcellar", small=args.small) as where:
         common = where.job | {"options": scale.pair()}
         with Child(common | {"parts": ["first"]}, "first", log) as one:
-            first = one.wait(limit / 2)
+            first = one.wait(limit)
             if "kept" not in first:
                 return {"model": model, "mode": "pair", "error": "the first engine did not answer"}
             with Child(common | {"parts": ["second"]}, "second", log) as two:
-                second = two.wait(limit / 2)
+                second = two.wait(end - time.monotonic())
                 pair = {"first": first, "second": second} | server_on_gpu(where)
     warm, kept = second.get("warm", {}), first["kept"]
     pair["same"] = warm.get("tokens") == kept["tokens"]

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from tests.vllm.harness import ROOT, vllm_python
 
+pytestmark = pytest.mark.timeout(400)
+
 KINDS = ["nhd", "hnd", "split", "interleaved", "mla", "cross-layer", "small-kernel-blocks", "padded"]
 
 # Sizes that no engine has, for whatever is not a whole word, and those that engines have.
@@ -58,7 +60,6 @@ def compare(child: subprocess.Popen[str], case: object) -> str:
     return answer
 
 
-@pytest.mark.timeout(400)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases)
 def test_the_gpu_mover_does_what_the_host_mover_does(interpreter, case):
