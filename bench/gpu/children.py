@@ -7,6 +7,7 @@ each part, so that one that hangs costs itself and not what was before it.
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,7 +40,8 @@ class Site(NamedTuple):
 def site(scale: Scale, model: str, mode: str, *, small: bool) -> Iterator[Site]:
     with tempfile.TemporaryDirectory(prefix="kvcellar-bench-") as name:
         folder = Path(name)
-        back = backing(mode, folder, scale.cache_gib, several_groups=model == "hybrid" and scale.gpu)
+        gib = min(scale.cache_gib, (shutil.disk_usage("/dev/shm").free >> 30) - 2)  # the same in all modes
+        back = backing(mode, folder, gib, several_groups=model == "hybrid" and scale.gpu)
         begun = time.monotonic()
         with server(back, folder / "server.log") as process:
             seconds = time.monotonic() - begun
@@ -47,6 +49,7 @@ def site(scale: Scale, model: str, mode: str, *, small: bool) -> Iterator[Site]:
                 "model": model,
                 "mode": mode,
                 "small": small,
+                "cache_gib": gib,
                 "folder": name,
                 "transfer": back.transfer,
                 "memory": str(back.memory) if back.memory else None,

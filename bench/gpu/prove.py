@@ -41,21 +41,26 @@ def parts_of(asked: list[str], model: str, mode: str) -> list[str]:
     return [part for part in ORDER if part in asked and part in possible]
 
 
+def run(scale: Scale, args: argparse.Namespace, model: str, mode: str, limit: float) -> dict[str, Any]:
+    try:
+        if mode == "pair":
+            return run_pair(scale, args, model, limit)
+        return run_engine(scale, args, model, mode, limit)
+    except (OSError, RuntimeError) as error:
+        say(f"{model}, {mode}: {error}")
+        return {"error": str(error)}
+
+
 def run_engine(scale: Scale, args: argparse.Namespace, model: str, mode: str, limit: float) -> dict[str, Any]:
     parts = parts_of(args.parts, model, mode)
     say(f"{model}, {mode}: {', '.join(parts)}")
     log = args.out.with_name(f"{args.out.stem}.{model}.{mode}.log")
     log.unlink(missing_ok=True)
-    about: dict[str, Any] = {"model": model, "mode": mode}
-    try:
-        with site(scale, model, mode, small=args.small) as where:
-            about["server_s"] = where.seconds
-            job = where.job | {"parts": parts, "rounds": args.rounds, "prompts": args.prompts}
-            with Child(job, f"{model}-{mode}", log) as child:
-                return about | child.wait(limit)
-    except (OSError, RuntimeError) as error:
-        say(f"{model}, {mode}: {error}")
-        return about | {"error": str(error)}
+    with site(scale, model, mode, small=args.small) as where:
+        about = {"server_s": where.seconds, "cache_gib": where.job["cache_gib"]}
+        job = where.job | {"parts": parts, "rounds": args.rounds, "prompts": args.prompts}
+        with Child(job, f"{model}-{mode}", log) as child:
+            return about | child.wait(limit)
 
 
 def run_pair(scale: Scale, args: argparse.Namespace, model: str, limit: float) -> dict[str, Any]:
@@ -69,7 +74,7 @@ def run_pair(scale: Scale, args: argparse.Namespace, model: str, limit: float) -
         with Child(common | {"parts": ["first"]}, "first", log) as one:
             first = one.wait(limit)
             if "kept" not in first:
-                return {"model": model, "mode": "pair", "error": "the first engine did not answer"}
+                return {"error": "the first engine did not answer"}
             with Child(common | {"parts": ["second"]}, "second", log) as two:
                 second = two.wait(end - time.monotonic())
                 pair = {"first": first, "second": second} | server_on_gpu(where)
@@ -77,7 +82,7 @@ def run_pair(scale: Scale, args: argparse.Namespace, model: str, limit: float) -
     pair["same"] = warm.get("tokens") == kept["tokens"]
     pair["bit_for_bit"] = warm.get("best") == kept["best"]
     pair["ok"] = pair["same"] and warm.get("cached", 0) >= scale.chunk * 8 and not pair["server_gpu_files"]
-    return {"model": model, "mode": "pair", "pair": pair, "done": True}
+    return {"pair": pair}
 
 
 def server_on_gpu(where: Site) -> dict[str, Any]:
@@ -133,12 +138,9 @@ def main() -> None:
         if left < LEAST_S:
             entries = add(args.out, {"model": model, "mode": mode, "error": "not begun: no time left"})
             continue
-        limit = min(args.limit, left - END_S)
-        if mode == "pair":
-            entry = run_pair(scale, args, model, limit)
-        else:
-            entry = run_engine(scale, args, model, mode, limit)
-        entries = add(args.out, entry | {"took_s": time.monotonic() - begun})
+        found = run(scale, args, model, mode, min(args.limit, left - END_S))
+        about = {"model": model, "mode": mode, "took_s": time.monotonic() - begun}
+        entries = add(args.out, about | found)
     sys.exit(0 if print_report(entries) else 1)
 
 
