@@ -64,6 +64,7 @@ class Child:
     def __init__(self, job: dict[str, Any], name: str, log: Path) -> None:
         folder = Path(job["folder"])
         self._name, self._log = name, log
+        self._done = False
         self.result_path = folder / f"{name}.result.json"
         path = folder / f"{name}.job.json"
         path.write_text(json.dumps(job | {"result": str(self.result_path)}))
@@ -100,7 +101,8 @@ class Child:
             if gone:
                 break
             time.sleep(0.1)
-        if not result.get("done"):
+        self._done = bool(result.pop("done", False))
+        if not self._done:
             code = self._process.poll()
             result["error"] = f"no end within {seconds:.0f} s" if code is None else f"ended with {code}"
             tail = self._log.read_text(errors="replace")[-2500:]
@@ -110,11 +112,11 @@ class Child:
     def __enter__(self) -> "Child":
         return self
 
-    def __exit__(self, *about: object) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S if about[0] is None else 0.1)
+            self._process.wait(_END_S if self._done else 0.1)
         end(self._process)
         self._relay.join(5)
