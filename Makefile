@@ -32,9 +32,11 @@ fuzz: $(READY) ## Feed the server broken messages; ARGS="..." is passed on
 soak: $(READY) ## Two real vLLM engines for hundreds of requests; ARGS="..." is passed on
 	$(BIN)/python -m tests.vllm.soak $(ARGS)
 
+# The calls that make the published figures are in docs/gpu.md, "How these figures are made".
 gpu: ## On a GPU host that has vLLM: copies and real engines, checked; PYTHON=... picks vLLM's interpreter
-	PYTHONPATH=src:. $(PYTHON) -m bench.gpu.copy
-	PYTHONPATH=src:. $(PYTHON) -m bench.gpu.ttft kvcellar --prompts 20
+	PYTHONPATH=src:.:$$PYTHONPATH $(PYTHON) -m bench.gpu.check
+	PYTHONPATH=src:.:$$PYTHONPATH $(PYTHON) -m bench.gpu.copy
+	PYTHONPATH=src:.:$$PYTHONPATH $(PYTHON) -m bench.gpu.prove tokens flip pair --model llama8b mla hybrid --out build/gpu/prove.json
 
 clean: ## Remove .venv, caches and build output
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -94,6 +94,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "rope_local_base_freq": 10000.0,
         "hidden_activation": "gelu_pytorch_tanh",
+        # With random weights that are also the embedding's, the likeliest next token would be the last one.
+        "tie_word_embeddings": False,
     },
 }
 

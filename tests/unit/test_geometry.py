@@ -75,7 +75,7 @@ def test_a_description_is_the_same_whatever_the_number_of_blocks():
         ((2, 16), (16, 1), 2, "may be that of K and V"),
         ((5, 16), (8, 1), 5, "overlaps itself"),
         ((5, 4, 16), (64, 0, 1), 5, "overlaps itself"),
-        ((5, 100, 2), (400, 4, 1), 5, "100 pieces"),
+        ((5, 5000, 2), (20000, 4, 1), 5, "5000 pieces"),
     ],
 )
 def test_what_cannot_be_copied_is_refused(shape, strides, blocks, why):

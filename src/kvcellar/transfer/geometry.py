@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from kvcellar.errors import BadRequest
 
-_MAX_PIECES = 64
+FEW_PIECES = 64  # of a block: up to so many cost nothing
+_MAX_PIECES = 4096
 
 
 class BlockShape(NamedTuple):

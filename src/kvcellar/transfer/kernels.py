@@ -3,8 +3,11 @@
 One program per piece of a block. Everything it must know of a layer it reads from a table, so one launch
 serves layers of any shape:
 
-    table[row] = (address of block 0's piece, bytes between blocks, words of the piece,
+    table[row] = (address of block 0's piece, bytes between blocks, bytes of the piece,
                   where the piece of position 0 starts in the object, bytes between positions)
+
+It moves units of 8 bytes, the words of sum64, where everything in the table is a multiple of 8, and single
+bytes where anything is not: slower, and the same sum, since a byte is a part of its word.
 """
 
 from typing import Any
@@ -13,10 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-TABLE_FIELDS = 5
-COLUMN_BITS = 9  # of sum64: 512 words to a row
+WORD, BYTE = 8, 1  # what may be moved at a time
 
-_TILE = 1024  # words; larger tiles and more warps measured the same on an H200, the bus being the limit
+_UNITS = {WORD: torch.int64, BYTE: torch.uint8}
+_TILE = 1024  # units; larger tiles and more warps measured the same on an H200, the bus being the limit
 
 
 # Not specialised for the values of these: one kernel per direction, compiled when the engine starts.
@@ -45,6 +48,7 @@ def _move(  # type: ignore[no-untyped-def] # Triton reads this, not Python
     per_chunk,
     part_start,
     staged_bytes,
+    UNIT: tl.constexpr,
     LOAD: tl.constexpr,
     CHECK: tl.constexpr,
     TILE: tl.constexpr,
@@ -54,27 +58,33 @@ def _move(  # type: ignore[no-untyped-def] # Triton reads this, not Python
     chunk = cell // per_chunk  # of this launch; `first` came before
     base = tl.load(row)
     stride = tl.load(row + 1)
-    words = tl.load(row + 2)
+    units = tl.load(row + 2) // UNIT
     at = tl.load(row + 3) + (cell % per_chunk) * tl.load(row + 4)
     block = tl.load(blocks + first * per_chunk + cell)
-    engine = (base + block * stride).to(tl.pointer_type(tl.int64))
-    staged = staging + (chunk * staged_bytes + at - part_start) // 8
-    wanted = tl.where(block >= 0, words, 0)  # a skipped block counts in the sum but is not written
+    engine = (base + block * stride).to(tl.pointer_type(staging.dtype.element_ty))
+    staged = staging + (chunk * staged_bytes + at - part_start) // UNIT
+    wanted = tl.where(block >= 0, units, 0)  # a skipped block counts in the sum but is not written
     total = tl.zeros((TILE,), dtype=tl.int64)
-    for start in range(0, words, TILE):
-        word = start + tl.arange(0, TILE)
-        inside = word < words
+    for start in range(0, units, TILE):
+        unit = start + tl.arange(0, TILE)
+        inside = unit < units
         if LOAD:
-            value = tl.load(staged + word, mask=inside, other=0)
-            tl.store(engine + word, value, mask=word < wanted)
+            value = tl.load(staged + unit, mask=inside, other=0)
+            tl.store(engine + unit, value, mask=unit < wanted)
         else:
-            value = tl.load(engine + word, mask=inside, other=0)
-            tl.store(staged + word, value, mask=inside)
+            value = tl.load(engine + unit, mask=inside, other=0)
+            tl.store(staged + unit, value, mask=inside)
         if CHECK:
-            place = at // 8 + word
-            weight = tl.load(row_weights + (place >> 9), mask=inside, other=0)
-            weight *= tl.load(column_weights + (place & 511))
-            total += value * weight
+            place = at // UNIT + unit
+            if UNIT == 8:
+                word = place
+                share = value
+            else:
+                word = place >> 3
+                share = value.to(tl.int64) << ((place & 7) * 8)  # little-endian, as sum64 has it
+            weight = tl.load(row_weights + (word >> 9), mask=inside, other=0)
+            weight *= tl.load(column_weights + (word & 511))
+            total += share * weight
     if CHECK:
         tl.atomic_add(sums + first + chunk, tl.sum(total, axis=0), sem="relaxed")
 
@@ -90,18 +100,20 @@ def move(
     staged_bytes: int,
     *,
     load: bool,
+    unit: int = WORD,
     check: bool = True,
 ) -> None:
     """Move some rows of `blocks` (chunks x positions) to or from `staging`, adding up their sums.
 
     `staging` holds one part of each object, which starts at byte `part_start` of it, every `staged_bytes`.
+    `unit` may be WORD where everything in the table is a multiple of it.
     """
     per_chunk = blocks.shape[1]
     grid = (table.shape[0], len(chunks) * per_chunk)
     _move[grid](
         table,
         blocks,
-        staging,
+        staging.view(_UNITS[unit]),
         sums,
         weights[0],
         weights[1],
@@ -109,6 +121,7 @@ def move(
         per_chunk,
         part_start,
         staged_bytes,
+        UNIT=unit,
         LOAD=load,
         CHECK=check,
         TILE=_TILE,
@@ -116,10 +129,10 @@ def move(
     )
 
 
-def warm_up(device: torch.device) -> None:
+def warm_up(device: torch.device, unit: int = WORD) -> None:
     """Compile what will be needed: a second or two that no request should wait for."""
     words = torch.zeros(2 * 512, dtype=torch.int64, device=device)
-    table = torch.tensor([[words.data_ptr(), 4096, 512, 0, 4096]], dtype=torch.int64, device=device)
+    table = torch.tensor([[words.data_ptr(), 4096, 4096, 0, 4096]], dtype=torch.int64, device=device)
     blocks = torch.zeros((1, 1), dtype=torch.int64, device=device)
     for load in (True, False):
-        move(table, blocks, range(1), words[512:], words, (words, words), 0, 4096, load=load)
+        move(table, blocks, range(1), words[512:], words, (words, words), 0, 4096, load=load, unit=unit)

@@ -10,6 +10,8 @@ Knows no leases: the caller holds slots and blocks as long as a call runs. One c
 """
 
 import functools
+import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,11 +24,15 @@ from kvcellar.slab import Place, slot_of
 from kvcellar.transfer import sum64
 from kvcellar.transfer.cuda.pins import Pins, slots_locked_together
 from kvcellar.transfer.cuda.ring import BUFFERS, Ring, Run, Span
-from kvcellar.transfer.geometry import block_shape
-from kvcellar.transfer.kernels import move
+from kvcellar.transfer.geometry import FEW_PIECES, block_shape
+from kvcellar.transfer.kernels import BYTE, WORD, move, warm_up
 from kvcellar.transfer.mover import Rows
 from kvcellar.transfer.slots import Slot, Slots, Stamp, check_keys, check_places, find_slots
 from kvcellar.transfer.steps import check_blocks, check_targets
+
+log = logging.getLogger(__name__)
+
+TableRow = tuple[int, int, int, int, int]  # see kernels.py
 
 
 class Part(NamedTuple):
@@ -49,6 +55,8 @@ class _Group:
         self.num_blocks = num_blocks
         self.layers = list(layers)  # keeps them from being freed
         self.rows = _table_rows(self.layout, layers, num_blocks)
+        numbers = itertools.chain.from_iterable(itertools.chain.from_iterable(self.rows))
+        self.unit = BYTE if any(number % WORD for number in numbers) else WORD
         size = self.layout.object_bytes
         rows = sum64.row_weights(sum64.rows_of(size))
         device = layers[0].device
@@ -95,11 +103,22 @@ class CudaMover:
         self._check = check  # off only to measure what checking costs
         self.device = groups[0][0].device
         share = staging_bytes // (2 * BUFFERS) // 4096 * 4096
-        buffer_bytes = max(share, *(group.largest_layer for group in self._groups))
+        largest = max(group.largest_layer for group in self._groups)
+        buffer_bytes = max(share, -(-largest // 4096) * 4096)
         self._loads = Ring(self.device, buffer_bytes)
         self._stores = Ring(self.device, buffer_bytes)
         for group in self._groups:
             group.stage_in(buffer_bytes)
+        self._tell_what_is_slow()
+
+    def _tell_what_is_slow(self) -> None:
+        """Once per engine: what works, but not as fast as the bus."""
+        if any(group.unit == BYTE for group in self._groups):
+            log.warning("KVCellar: copies will be slow, KV is not in whole, aligned words of 8 bytes")
+            warm_up(self.device, BYTE)
+        pieces = max(len(rows) for group in self._groups for rows in group.rows)
+        if pieces > FEW_PIECES:
+            log.warning("KVCellar: copies will be slow, a block's KV is in %d pieces", pieces)
 
     def object_bytes(self, group: int) -> int:
         return self._groups[group].object_bytes
@@ -200,9 +219,19 @@ class CudaMover:
         load: bool,
         staging: torch.Tensor,
     ) -> None:
-        size = part.stop - part.start
-        weights = group.weights
-        move(part.table, blocks, some, staging, sums, weights, part.start, size, load=load, check=self._check)
+        move(
+            part.table,
+            blocks,
+            some,
+            staging,
+            sums,
+            group.weights,
+            part.start,
+            part.stop - part.start,
+            load=load,
+            unit=group.unit,
+            check=self._check,
+        )
 
 
 def _pieces(addresses: list[int], places: list[int], slot_bytes: int) -> set[int]:
@@ -226,9 +255,7 @@ def _spans(starts: list[int], places: list[int], size: int, slot_bytes: int) -> 
     return spans
 
 
-def _table_rows(
-    layout: LayoutDesc, layers: Sequence[torch.Tensor], num_blocks: int
-) -> list[list[tuple[int, int, int, int, int]]]:
+def _table_rows(layout: LayoutDesc, layers: Sequence[torch.Tensor], num_blocks: int) -> list[list[TableRow]]:
     """By layer: the rows of the kernel's table."""
     if len(layers) != len(layout.layers):
         raise BadRequest(f"memory for {len(layers)} layers, expected {len(layout.layers)}")
@@ -239,16 +266,12 @@ def _table_rows(
             raise BadRequest(
                 f"layer {layer.name}: blocks of {shape.block_bytes} bytes, expected {layer.block_bytes}"
             )
-        if (shape.run | shape.stride | tensor.data_ptr()) % 8 or any(piece % 8 for piece in shape.pieces):
-            raise BadRequest(
-                f"layer {layer.name}: pieces of {shape.run} bytes, expected whole, aligned words of 8"
-            )
         rows.append(
             [
                 (
                     tensor.data_ptr() + piece,
                     shape.stride,
-                    shape.run // 8,
+                    shape.run,
                     offset + number * shape.run,
                     layer.block_bytes,
                 )

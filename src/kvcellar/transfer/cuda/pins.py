@@ -64,12 +64,16 @@ class Pins:
         torch.cuda.set_device(self._device)
         while True:
             wanted, slab = self._todo.get()
-            for address in [address for address, (_, its) in self._pieces.items() if its is slab]:
+            for address in self._addresses(slab):
                 if wanted and address not in self._locked:
                     self._lock(address)
                     time.sleep(_PAUSE_S)
                 elif not wanted:
                     self._unlock(address)
+
+    def _addresses(self, slab: Slab) -> list[int]:
+        known = list(self._pieces.items())  # in one go: others add to it meanwhile
+        return [address for address, (_, its) in known if its is slab]
 
     def _lock(self, address: int) -> None:
         with self._locking:

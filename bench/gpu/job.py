@@ -1,0 +1,120 @@
+"""The child of prove.py: one engine, and the parts that it is to go through. See children.py."""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from bench.gpu import interference, tokens, ttft
+from bench.gpu.engine import Engine
+from bench.gpu.progress import say
+from bench.gpu.scale import FULL, SMALL
+from kvcellar.client import AdminClient
+
+# Seconds that a part may take, some three times of what it should.
+LIMITS = {"interference": 110, "ttft": 150, "tokens": 60, "flip": 60, "first": 60, "second": 60}
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    scale = SMALL if job["small"] else FULL
+    result: dict[str, Any] = {}
+    begun = time.monotonic()
+    options = scale.pool(job["model"]) if "interference" in job["parts"] else job.get("options", {})
+    engine = Engine(scale, job["model"], Path(job["folder"]), job["transfer"], **options)
+    result["engine_s"] = time.monotonic() - begun
+    say(f"the engine is up after {result['engine_s']:.1f} s")
+    for part in job["parts"]:
+        try:
+            signal.signal(signal.SIGALRM, _too_long)
+            signal.alarm(LIMITS[part])
+            result |= _PARTS[part](engine, job)
+        except Exception as error:  # noqa: BLE001 - the parts that follow may still go well
+            traceback.print_exc()
+            result.setdefault("errors", {})[part] = f"{type(error).__name__}: {error}"
+            say(f"{part} FAILED: {error}")
+        finally:
+            signal.alarm(0)
+        _write(job, result)
+    if scale.gpu and result.get("rows"):
+        rate = ttft.bus_rate()  # last: vLLM starts faster where CUDA is not in use
+        result["bus_gbps"] = rate / 1e9
+        ttft.add_floor(result["rows"], job["model"], rate)
+    _write(job, result | {"done": True})
+    sys.stdin.read()  # until the parent has seen enough
+    os._exit(0)  # the parent ends what this has started
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError("took too long")
+
+
+def _write(job: dict[str, Any], result: dict[str, Any]) -> None:
+    path = Path(job["result"])
+    path.with_suffix(".new").write_text(json.dumps(result))
+    path.with_suffix(".new").rename(path)
+
+
+def _warm_up(engine: Engine, job: dict[str, Any]) -> None:
+    """Once for all parts."""
+    if not job.get("warm"):
+        ttft.warm_up(engine, rest=job["mode"] != "recompute")
+        job["warm"] = True
+        say("warmed up")
+
+
+def _ttft(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
+    _warm_up(engine, job)
+    return {"rows": ttft.measure(engine, job["rounds"], reload=job["mode"] != "recompute")}
+
+
+def _interference(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
+    _warm_up(engine, job)
+    return {"interference": interference.measure(engine, loads=job["mode"] != "recompute")}
+
+
+def _tokens(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
+    return {"tokens": tokens.compare(engine, job["prompts"])}
+
+
+def _flip(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
+    def corrupt() -> int:
+        with AdminClient(Path(job["socket"])) as admin:
+            return int(admin.status().counts.get("corrupt", 0))
+
+    return {"flip": tokens.flip(engine, Path(job["memory"]), corrupt)}
+
+
+def _shared_prompt(engine: Engine) -> list[int]:
+    """The same in both engines: the first that each of them draws."""
+    return engine.prompt(engine.scale.chunk * 8 + 5)
+
+
+def _first(engine: Engine, _: dict[str, Any]) -> dict[str, Any]:
+    prompt = _shared_prompt(engine)
+    cold, kept = (engine.run(prompt, tokens.TOKENS, logprobs=2) for _ in range(2))
+    time.sleep(1)
+    engine.forget()  # waits for what is being stored
+    return {"cold": cold._asdict(), "kept": kept._asdict()}
+
+
+def _second(engine: Engine, _: dict[str, Any]) -> dict[str, Any]:
+    return {"warm": engine.run(_shared_prompt(engine), tokens.TOKENS, logprobs=2)._asdict()}
+
+
+_PARTS = {
+    "interference": _interference,
+    "ttft": _ttft,
+    "tokens": _tokens,
+    "flip": _flip,
+    "first": _first,
+    "second": _second,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What KVCellar must show on a GPU, with real vLLM, beside its peers.
+
+    python -m bench.gpu.prove ttft interference --model llama8b --modes recompute kvcellar offload lmcache
+    python -m bench.gpu.prove tokens flip --model mla
+    python -m bench.gpu.prove pair
+
+    ttft          time to first token: computed, loaded, still on the GPU        all modes
+    interference  decoding beside loads and stores of 64,000 tokens              all modes
+    tokens        greedy tokens of 20 prompts, computed and loaded               kvcellar
+    flip          a flipped bit in every stored object is found                  kvcellar, models of one group
+    pair          two engines on one GPU share a cache; the server uses no GPU   kvcellar
+
+Every model and mode is a fresh engine, which goes through all the parts asked for. --out is added to: what
+it has of other models and modes stays. Exits with 1 if anything failed. --small tries all of it on a machine
+without a GPU, with vLLM for CPU: its figures mean nothing.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.children import Child, Site, site
+from bench.gpu.engine import MODES
+from bench.gpu.progress import say
+from bench.gpu.report import merge, print_report
+from bench.gpu.scale import FULL, SMALL, Scale
+from bench.gpu.shapes import CONFIGS
+
+ORDER = ("interference", "ttft", "tokens", "flip")  # interference first: it wants an empty cache
+LEAST_S, END_S = 75.0, 15.0  # for an engine to be worth starting; for it to be stopped
+
+
+def parts_of(asked: list[str], model: str, mode: str) -> list[str]:
+    """Those that make sense there: vLLM 0.26 with several groups stops when a load fails."""
+    ours = {"tokens", "flip"} if model != "hybrid" else {"tokens"}
+    possible = {"interference", "ttft"} | (ours if mode == "kvcellar" else set())
+    return [part for part in ORDER if part in asked and part in possible]
+
+
+def run(scale: Scale, args: argparse.Namespace, model: str, mode: str, limit: float) -> dict[str, Any]:
+    try:
+        if mode == "pair":
+            return run_pair(scale, args, model, limit)
+        return run_engine(scale, args, model, mode, limit)
+    except (OSError, RuntimeError) as error:
+        say(f"{model}, {mode}: {error}")
+        return {"error": str(error)}
+
+
+def run_engine(scale: Scale, args: argparse.Namespace, model: str, mode: str, limit: float) -> dict[str, Any]:
+    parts = parts_of(args.parts, model, mode)
+    say(f"{model}, {mode}: {', '.join(parts)}")
+    log = args.out.with_name(f"{args.out.stem}.{model}.{mode}.log")
+    log.unlink(missing_ok=True)
+    with site(scale, model, mode, small=args.small) as where:
+        about = {"server_s": where.seconds, "cache_gib": where.job["cache_gib"]}
+        job = where.job | {"parts": parts, "rounds": args.rounds, "prompts": args.prompts}
+        with Child(job, f"{model}-{mode}", log) as child:
+            return about | child.wait(limit)
+
+
+def run_pair(scale: Scale, args: argparse.Namespace, model: str, limit: float) -> dict[str, Any]:
+    """The second engine's first request is one that the first engine has answered."""
+    say(f"{model}: two engines, one server")
+    log = args.out.with_name(f"{args.out.stem}.{model}.pair.log")
+    log.unlink(missing_ok=True)
+    end = time.monotonic() + limit
+    with site(scale, model, "kvcellar", small=args.small) as where:
+        common = where.job | {"options": scale.pair()}
+        with Child(common | {"parts": ["first"]}, "first", log) as one:
+            first = one.wait(limit)
+            if "kept" not in first:
+                return {"error": "the first engine did not answer"}
+            with Child(common | {"parts": ["second"]}, "second", log) as two:
+                second = two.wait(end - time.monotonic())
+                pair = {"first": first, "second": second} | server_on_gpu(where)
+    warm, kept = second.get("warm", {}), first["kept"]
+    pair["same"] = warm.get("tokens") == kept["tokens"]
+    pair["bit_for_bit"] = warm.get("best") == kept["best"]
+    pair["ok"] = pair["same"] and warm.get("cached", 0) >= scale.chunk * 8 and not pair["server_gpu_files"]
+    return {"pair": pair}
+
+
+def server_on_gpu(where: Site) -> dict[str, Any]:
+    """What nvidia-smi says, and, since it may not see the processes of a container, what the kernel says."""
+    assert where.server is not None
+    pid = where.server.pid
+    query = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        told = f"nvidia-smi: {error}"
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    held = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    files = [name for name in held if name.startswith("/dev/nvidia")]
+    files += sorted(
+        {line.split()[-1] for line in maps.splitlines() if "libcuda" in line or "/dev/nvidia" in line}
+    )
+    return {"server_pid": pid, "nvidia_smi": told.splitlines(), "server_gpu_files": files}
+
+
+def add(out: Path, entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """To what the file has."""
+    entries = merge(json.loads(out.read_text()) if out.exists() else [], entry)
+    out.write_text(json.dumps(entries, indent=1) + "\n")
+    return entries
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="+", choices=[*ORDER, "pair"])
+    parser.add_argument("--model", nargs="+", choices=CONFIGS, default=["llama8b"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["kvcellar"])
+    parser.add_argument("--rounds", type=int, default=3, help="of ttft; twice as many for short prompts")
+    parser.add_argument("--prompts", type=int, default=20, help="of tokens")
+    parser.add_argument("--limit", type=float, default=270, help="seconds for one engine, its start included")
+    parser.add_argument(
+        "--total", type=float, default=3600, help="seconds for all: no engine is started in the last minute"
+    )
+    parser.add_argument("--out", type=Path, default=Path("prove.json"))
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args()
+    scale = SMALL if args.small else FULL
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    todo = [(model, mode) for model in args.model for mode in args.modes if parts_of(args.parts, model, mode)]
+    todo += [(args.model[0], "pair")] if "pair" in args.parts else []
+    entries: list[dict[str, Any]] = []
+    started = time.monotonic()
+    for model, mode in todo:
+        begun = time.monotonic()
+        left = started + args.total - begun
+        if left < LEAST_S:
+            entries = add(args.out, {"model": model, "mode": mode, "error": "not begun: no time left"})
+            continue
+        found = run(scale, args, model, mode, min(args.limit, left - END_S))
+        about = {"model": model, "mode": mode, "took_s": time.monotonic() - begun}
+        entries = add(args.out, about | found)
+    sys.exit(0 if print_report(entries) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The tables of prove.py, from what its engines have found out.
+
+python -m bench.gpu.report FILE... [--out FILE]      those of several calls, put together
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+Entries = list[dict[str, Any]]
+
+
+def merge(entries: Entries, entry: dict[str, Any]) -> Entries:
+    """An entry of the same model and mode is replaced part by part."""
+    same = [old for old in entries if (old["model"], old["mode"]) == (entry["model"], entry["mode"])]
+    rest = [old for old in entries if old not in same]
+    merged = (same[0] if same else {}) | entry
+    for name in {"error", "errors"} - set(entry):
+        merged.pop(name, None)
+    return [*rest, merged]
+
+
+def print_report(entries: Entries) -> bool:
+    """Whether everything is as it should be."""
+    _print_ttft([entry for entry in entries if entry.get("rows")])
+    _print_interference([entry for entry in entries if entry.get("interference")])
+    good = True
+    for entry in entries:
+        head = f"{entry['model']:8} {entry['mode']:10}"
+        for part in ("tokens", "flip"):
+            if found := entry.get(part):
+                told = ", ".join(f"{name} {value}" for name, value in found.items() if name != "ok")
+                print(f"{head} {part}: {'ok' if found['ok'] else 'FAILED'}: {told}")
+                good &= found["ok"]
+        if pair := entry.get("pair"):
+            good &= pair["ok"]
+            _print_pair(head, pair)
+        for what in [entry.get("error"), *entry.get("errors", {}).items()]:
+            if what:
+                print(f"{head} FAILED: {what}")
+                good = False
+        took = f"{entry.get('took_s', 0):.0f} s, of which the server {entry.get('server_s', 0):.1f}"
+        print(f"{head} took {took}, the engine's start {entry.get('engine_s', 0):.0f}")
+    return good
+
+
+def _print_ttft(entries: Entries) -> None:
+    if not entries:
+        return
+    alone = {
+        (entry["model"], row["tokens"]): row["cold"]
+        for entry in entries
+        if entry["mode"] == "recompute"
+        for row in entry["rows"]
+    }
+    print("model    mode        tokens     cold of recompute     warm     kept    floor of floor  cached")
+    for entry in sorted(entries, key=lambda entry: entry["model"]):
+        for row in entry["rows"]:
+            base = alone.get((entry["model"], row["tokens"]))
+            line = f"{entry['model']:8} {entry['mode']:10} {row['tokens']:7} {row['cold']:8.1f}"
+            line += f" {row['cold'] / base:12.3f}" if base else " " * 13
+            if "warm" in row:
+                floor = row.get("floor", row["kept"])
+                line += f" {row['warm']:8.1f} {row['kept']:8.1f} {floor:8.1f} {row['warm'] / floor:8.3f}"
+                line += f"  {sorted(set(row['cached']))}" + ("" if row["same"] else "  TOKENS DIFFER")
+            print(line)
+
+
+def _print_interference(entries: Entries) -> None:
+    if not entries:
+        return
+    print("model    mode       alone tok/s   loads of alone   stores   worst step ms: alone, loads, stores")
+    for entry in entries:
+        found = entry["interference"]
+        rates = {name: phase["tokens_per_s"] for name, phase in found.items()}
+        loads = (
+            f"{rates['loads']:8.0f} {rates['loads'] / rates['alone']:6.3f}" if "loads" in rates else " " * 15
+        )
+        worst = ", ".join(f"{phase['gap_max_ms']:.0f}" for phase in found.values())
+        head = f"{entry['model']:8} {entry['mode']:10} {rates['alone']:10.0f}"
+        print(f"{head} {loads} {rates['stores']:10.0f}   {worst}")
+
+
+def _print_pair(head: str, pair: dict[str, Any]) -> None:
+    warm, cold = pair["second"].get("warm", {}), pair["first"]["cold"]
+    print(f"{head} two engines: {'ok' if pair['ok'] else 'FAILED'}: the second's first request had")
+    print(
+        f"{'':19} {warm.get('cached')} tokens from the first, {warm.get('ms', 0):.0f} ms against "
+        f"{cold['ms']:.0f}; same tokens {pair['same']}, bit for bit {pair['bit_for_bit']}"
+    )
+    print(f"{'':19} server {pair['server_pid']}: files of the GPU driver {pair['server_gpu_files']}")
+    print(f"{'':19} nvidia-smi: {pair['nvidia_smi']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    entries: Entries = []
+    for path in args.files:
+        for entry in json.loads(path.read_text()):
+            entries = merge(entries, entry)
+    if args.out:
+        args.out.write_text(json.dumps(entries, indent=1) + "\n")
+    sys.exit(0 if print_report(entries) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""How large everything is: on the GPU that is measured, and small enough to try the programs anywhere."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from bench.gpu.shapes import CONFIGS, stored_bytes
+
+
+class Scale(NamedTuple):
+    configs: Mapping[str, dict[str, Any]]
+    engine: Mapping[str, Any]  # arguments of vllm.LLM
+    by_model: Mapping[str, dict[str, Any]]  # and of one model
+    vocabulary: int  # prompts are drawn from so many tokens
+    cache_gib: int
+    lengths: tuple[int, ...]  # of prompts whose time to first token is measured
+    chunk: int  # tokens
+    long: int  # tokens of a prompt that is loaded or stored beside others
+    decoders: int
+    decode: int  # tokens of each: more than it comes to
+    rest_s: float  # after the first requests: memory is mapped and page-locked meanwhile
+    phase_s: float  # of one measurement of decoding
+    gpu: bool
+
+    def config(self, model: str) -> dict[str, Any]:
+        return self.configs[model]
+
+    def options(self, model: str) -> dict[str, Any]:
+        return {**self.engine, **self.by_model.get(model, {})}
+
+    def pool(self, model: str) -> dict[str, Any]:
+        """Room on the GPU for the decoders and two of the long prompts: the fourth comes from elsewhere."""
+        tokens = self.long * 22 // 10 + self.decoders * 2_000
+        return {"kv_cache_memory_bytes": stored_bytes(model, tokens)} if self.gpu else {}
+
+    def pair(self) -> dict[str, Any]:
+        """Two engines beside each other: each takes no more than its part."""
+        gpu = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 8 << 30, "max_model_len": 16_384}
+        return gpu if self.gpu else {}
+
+
+_ENGINE: dict[str, Any] = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "enable_prefix_caching": True,
+    "disable_log_stats": False,
+}
+
+FULL = Scale(
+    configs=CONFIGS,
+    engine=_ENGINE
+    | {"max_model_len": 66_000, "gpu_memory_utilization": 0.6, "max_num_batched_tokens": 16_384},
+    by_model={},
+    vocabulary=100_000,
+    cache_gib=48,
+    lengths=(2_048, 8_192, 32_768, 64_000),
+    chunk=128,
+    long=64_000,
+    decoders=32,
+    decode=16_000,
+    rest_s=8.0,
+    phase_s=10.0,
+    gpu=True,
+)
+
+_SMALL = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+}
+
+SMALL = Scale(
+    configs={
+        "llama8b": CONFIGS["llama8b"] | _SMALL | {"num_hidden_layers": 4},
+        "mla": CONFIGS["mla"]
+        | _SMALL
+        | {"num_hidden_layers": 3, "num_key_value_heads": 4, "first_k_dense_replace": 3},
+        "hybrid": CONFIGS["hybrid"]
+        | _SMALL
+        | {
+            "num_hidden_layers": 6,
+            "query_pre_attn_scalar": 64,
+            "sliding_window": 256,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+        },
+    },
+    engine=_ENGINE
+    | {
+        "dtype": "float32",
+        "max_model_len": 4096,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": 128 << 20,
+    },
+    by_model={
+        # vLLM 0.32's CPU rope kernel is wrong for the strided query that MLA gives it.
+        "mla": {
+            "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+            "attention_config": {"backend": "CPU_MLA"},
+        }
+    },
+    vocabulary=4000,
+    cache_gib=1,
+    lengths=(512, 1024),
+    chunk=128,
+    long=1024,
+    decoders=4,
+    decode=3_500,
+    rest_s=0.5,
+    phase_s=2.0,
+    gpu=False,
+)
