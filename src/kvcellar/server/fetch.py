@@ -55,6 +55,10 @@ class Fetch:
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     @property
+    def is_here(self) -> bool:
+        return self.done.done() and self.done.result()
+
+    @property
     def shelf(self) -> Shelf:
         return self.goods.room.shelves[self.group]
 

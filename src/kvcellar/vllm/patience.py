@@ -16,6 +16,8 @@ _PAYS = 0.8
 _SLACK, _ASKING_S = 1.5, 0.02
 # For a tier whose rate nobody knows: what may be lost to find out, and never more than half the computing.
 _TRIAL_S, _TRIAL_SHARE = 0.25, 0.5
+# What reading for a request in the queue may take at least: nobody waits for it yet.
+_AHEAD_S = 1.0
 # The server answers in time; this is for the answer's way.
 _WAY_S = 0.05
 # Tokens per second, until a step was measured: as fast as a large GPU with a small model, so waits are short.
@@ -70,6 +72,12 @@ class Patience:
         if expected > _PAYS * computing:
             return 0.0
         return min(_SLACK * expected + _ASKING_S, computing)
+
+    def ahead(self, chunks: int, chunk_tokens: int) -> float:
+        """Seconds for which a tier may read so many chunks for a request that the engine has not got to. If
+        computing takes less than that, others in the queue need the tier more.
+        """
+        return max(_AHEAD_S, self.computing_s(chunks * chunk_tokens))
 
     def begin(self, ticket: int, seconds: float) -> None:
         """The server was asked to answer within this time."""
