@@ -112,3 +112,9 @@ def test_what_does_not_pay_is_over_at_once(patience):
     patience.begin(7, 0.0)
     assert not patience.lasts(7)
     assert not patience.lasts(8), "nobody began that"
+
+
+def test_for_a_request_in_the_queue_a_tier_may_read_as_long_as_computing_takes(patience, clock):
+    compute(patience, clock, 2560, 1.0)
+    assert patience.ahead(100, CHUNK) == pytest.approx(10.0)
+    assert patience.ahead(1, CHUNK) == 1.0, "nobody waits for it yet"

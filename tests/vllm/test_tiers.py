@@ -67,8 +67,8 @@ def test_tokens_from_disk_are_those_of_computing(
 def test_what_waits_in_the_queue_is_brought_up_before_the_engine_gets_to_it(
     stopped_server: ServerProcess, tmp_path: Path
 ) -> None:
-    """One request at a time: three wait while the first, too short to be looked up, decodes. What the next two
-    need is on disk; the last is aborted before its turn.
+    """One request at a time: three wait while the first, too short to be looked up, decodes. What the next
+    two need is on disk; the last is aborted before its turn.
     """
     server = stopped_server.start(memory="512MiB", disk=str(tmp_path / "disk"), disk_size="256MiB")
     draw = random.Random(5)
@@ -81,8 +81,8 @@ def test_what_waits_in_the_queue_is_brought_up_before_the_engine_gets_to_it(
             eventually(lambda: not server.status().tiers[0].queued)
             forget(server)
             tap.forget()
-            how = {"together": True, "abort_at": {"3": 20}}
-            answer = engine.round([first, other, again, late], max_tokens=CHUNK, **how)
+            prompts = [first, other, again, late]
+            answer = engine.round(prompts, max_tokens=CHUNK, together=True, abort_at={"3": 20})
             assert answer.outputs[3].stage == "waiting"
             assert answer.tokens[1:3] == truth.tokens
             assert answer.cached[:3] == [0, 8 * CHUNK, 6 * CHUNK]
