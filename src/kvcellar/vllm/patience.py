@@ -14,8 +14,10 @@ from collections.abc import Callable
 _PAYS = 0.8
 # How much longer than expected it may take, and what asking costs at all.
 _SLACK, _ASKING_S = 1.5, 0.02
-# For a tier whose rate nobody knows: what may be lost to find out, and never more than half the computing.
-_TRIAL_S, _TRIAL_SHARE = 0.25, 0.5
+# For a tier whose rate nobody knows: what may be lost to find out, of what computing takes. Reads that have
+# begun by then are measured when they end, so it need not last until something has come; but asking takes its
+# time, and for that it may be more, up to half.
+_TRIAL_S, _TRIAL_SHARE, _ASKING_SHARE = 0.25, 0.04, 0.5
 # What reading for a request in the queue may take at least: nobody waits for it yet.
 _AHEAD_S = 1.0
 # The server answers in time; this is for the answer's way.
@@ -67,7 +69,8 @@ class Patience:
             return 0.0
         computing = self.computing_s(chunks * chunk_tokens)
         if not self._chunk_s:
-            return min(_TRIAL_S, _TRIAL_SHARE * computing)
+            asking = min(_ASKING_S, _ASKING_SHARE * computing)
+            return max(asking, min(_TRIAL_S, _TRIAL_SHARE * computing))
         expected = self._lead_s + chunks * self._chunk_s
         if expected > _PAYS * computing:
             return 0.0
