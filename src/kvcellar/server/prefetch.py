@@ -18,17 +18,16 @@ import contextlib
 import itertools
 import logging
 import time
-import weakref
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import NamedTuple
 
 from kvcellar.identity import ChunkKey, NamespaceId, fold_windows, needed_chunks
-from kvcellar.ledger import NO_LEASE, SCHEDULER, Granted, Ledger, Room, Shelf, Stripe
-from kvcellar.server.fetch import Fetch, Fetches
+from kvcellar.ledger import NO_LEASE, SCHEDULER, Granted, Ledger, Room, Shelf
+from kvcellar.server.fetch import Fetches
 from kvcellar.server.grants import pack_places
 from kvcellar.server.line import Line
 from kvcellar.server.members import Member, Members
-from kvcellar.server.objects import Goods
+from kvcellar.server.wait import Wait
 from kvcellar.tiers.tier import Tier
 from kvcellar.wire import messages as m
 
@@ -63,38 +62,6 @@ _SAY_S = 0.05
 Needed = tuple[int, int, list[Tier]]
 
 
-class Wait:
-    """One lookup that waits, or a request that is expected to ask. Holds pins on all it will be granted."""
-
-    def __init__(
-        self,
-        ticket: int,
-        member: Member,
-        goods: Goods,
-        keys: Sequence[ChunkKey],
-        had: int,
-        deadline: float,
-        *,
-        expected: bool = False,
-    ) -> None:
-        self.ticket = ticket
-        self.member = member
-        self.goods = goods
-        self.keys = keys
-        self.had = had  # chunks that memory had
-        self.deadline = deadline  # on the monotonic clock
-        self.expected = expected
-        self.holds: list[tuple[Shelf, Stripe]] = []
-        self.fetches: set[Fetch] = set()
-        self.silent: set[Tier] = set()  # did not answer in time
-        self.task: asyncio.Task[None] | None = None
-        self.abandoned = False
-
-    @property
-    def left(self) -> float:
-        return self.deadline - time.monotonic()
-
-
 class Prefetch:
     def __init__(self, ledger: Ledger, members: Members, tiers: Sequence[Tier], fetches: Fetches) -> None:
         self.waits: dict[int, Wait] = {}
@@ -103,7 +70,7 @@ class Prefetch:
         self._tiers = tiers
         self._fetches = fetches
         self._tickets = itertools.count(1)
-        self._lines: weakref.WeakKeyDictionary[Room, Line] = weakref.WeakKeyDictionary()
+        self._lines: dict[Room, Line] = {}  # as long as somebody stands in it
         self._quiet = asyncio.Event()  # no lookup waits
         self._quiet.set()
 
@@ -136,9 +103,10 @@ class Prefetch:
         if room is None or not wait_s or self._is_full(member, expected=True):
             return 0, outlook
         goods = self._fetches.objects.goods(room)
-        line = self._lines.setdefault(room, Line(room))
+        line = self._lines.get(room) or Line(room)
         if goods is None or not line.limit:
             return 0, outlook
+        self._lines[room] = line
         wait = Wait(next(self._tickets), member, goods, keys[: line.limit], 0, 0.0, expected=True)
         self._start(wait, self._serve_expected(wait, line, wait_s))
         return wait.ticket, outlook
@@ -214,8 +182,11 @@ class Prefetch:
         del self.waits[wait.ticket]
         for fetch in wait.fetches:
             fetch.waiting.discard(wait)
-        if not any(not other.expected for other in self.waits.values()):
+        others, room = self.waits.values(), wait.goods.room
+        if all(other.expected for other in others):
             self._quiet.set()
+        if not any(other.expected and other.goods.room is room for other in others):
+            self._lines.pop(room, None)
         if self._members.is_reachable(wait.member) and not (wait.abandoned or wait.expected):
             granted = self._grant(wait) if wait.holds else Granted(NO_LEASE, 0, [])
             self._members.newest_lease = max(self._members.newest_lease, granted.lease)
