@@ -105,6 +105,7 @@ class Words(Values):
                 m.Register(self.random.choice(NAMESPACES)),
                 m.Lookup(space, self.keys(3)),
                 m.Lookup(space, self.keys(3), self.random.choice((1, 50, m.MAX_WAIT_MS))),
+                m.Expect(space, self.keys(3), self.random.choice((1, 50, m.MAX_WAIT_MS))),
                 m.Abandon(self.random.randrange(5)),
                 m.Reserve(space, self.keys(3)),
             )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvcellar.client import Grant, SchedulerClient, WorkerClient
+from kvcellar.client import Expected, Grant, SchedulerClient, WorkerClient
 from kvcellar.identity import ChunkKey, CopyPlan, Namespace, ParallelStrategy, layout_of, make_plan
 from kvcellar.slab import NO_PLACE, Bytes
 from kvcellar.transfer import HostTransfer
@@ -105,6 +105,20 @@ class Engine:
 
     def lookup_and_wait(self, count: int, seed: int = 0) -> Grant:
         return self.scheduler.lookup(keys(count, seed), 5.0, 60.0)
+
+    def expect(self, count: int, seed: int = 0, wait: float = 10.0) -> Expected:
+        """Tell the server of a request in the queue."""
+        expected = self.scheduler.expect(keys(count, seed), wait)
+        self.scheduler.flush()
+        return expected
+
+    def expect_and_forget(self, count: int, seed: int = 0) -> None:
+        self.expect(count, seed)
+
+    def no_longer(self, *expected: Expected) -> None:
+        for one in expected:
+            self.scheduler.no_longer(one)
+        self.scheduler.flush()
 
     def hit(self, count: int, seed: int = 0, timeout: float = 5.0) -> int:
         """How many chunks are found; they are given back at once."""

@@ -87,10 +87,38 @@ def test_the_first_object_takes_its_time_however_fast_the_rest_is(patience, cloc
     assert patience.worth(10, CHUNK) == pytest.approx(1.5 * 0.25 + 0.02)
 
 
-def test_an_unknown_tier_gets_a_short_trial(patience, clock):
+@pytest.mark.parametrize(
+    ("chunks", "trial"), [(1000, 0.25), (20, 0.08), (5, 0.02), (1, 0.02)]
+)  # 0.1 s a chunk: a quarter of a second, 4%, or what asking takes
+def test_an_unknown_tier_gets_a_short_trial(patience, clock, chunks, trial):
     compute(patience, clock, 2560, 1.0)
-    assert patience.worth(1000, CHUNK) == 0.25
-    assert patience.worth(1, CHUNK) == pytest.approx(0.05), "half of what computing takes"
+    assert patience.worth(chunks, CHUNK) == pytest.approx(trial)
+
+
+def test_before_anything_was_measured_a_trial_is_half_of_what_a_fast_engine_takes(patience):
+    assert patience.worth(1, CHUNK) == pytest.approx(CHUNK / 20_000 / 2)
+    assert patience.worth(10, CHUNK) == pytest.approx(0.02)
+
+
+def test_a_tier_of_which_only_its_speed_is_known_waits_for_no_more_than_a_fast_engine_takes(patience):
+    """The first request after a start: the engine's own rate is not known yet."""
+    patience.told(0.001, 0.001)
+    assert 0 < patience.worth(32, CHUNK) < 32 * CHUNK / 20_000
+    patience.told(0.001, 0.02)
+    assert patience.worth(32, CHUNK) == 0
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 8, 32, 64])
+@pytest.mark.parametrize("tier_rate", [0.2, 0.5, 0.9, 1.0, 1.2, 1.3, 2.0, 10.0, 30.0])
+def test_a_tier_that_keeps_its_word_never_makes_it_slower(patience, clock, chunks, tier_rate):
+    """`tier_rate`: times as fast as computing. What the wait brings is used, the rest is computed."""
+    compute(patience, clock, 4 * CHUNK, 1.0)
+    chunk_s, lead_s = 0.25 / tier_rate, 0.01
+    patience.told(lead_s, chunk_s)
+    wait, computing = patience.worth(chunks, CHUNK), patience.computing_s(chunks * CHUNK)
+    came = min(chunks, int(max(0.0, wait - lead_s) / chunk_s))
+    took = min(wait, lead_s + chunks * chunk_s) if wait else 0.0
+    assert took + (chunks - came) / chunks * computing <= 1.05 * computing
 
 
 def test_nothing_missing_is_worth_nothing(patience):
@@ -112,3 +140,9 @@ def test_what_does_not_pay_is_over_at_once(patience):
     patience.begin(7, 0.0)
     assert not patience.lasts(7)
     assert not patience.lasts(8), "nobody began that"
+
+
+def test_for_a_request_in_the_queue_a_tier_may_read_as_long_as_computing_takes(patience, clock):
+    compute(patience, clock, 2560, 1.0)
+    assert patience.ahead(100, CHUNK) == pytest.approx(10.0)
+    assert patience.ahead(1, CHUNK) == 1.0, "nobody waits for it yet"

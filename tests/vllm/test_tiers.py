@@ -1,17 +1,21 @@
 """Real vLLM over the disk tier: server and engine are both restarted and memory is wiped, and the tokens that
-come from disk are those of computing.
+come from disk are those of computing. And what a request in the queue needs is brought up while it waits.
 """
 
+import random
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from kvcellar.client import AdminClient
+from kvcellar.wire import messages as m
 from tests.server.conftest import ServerProcess
 from tests.server.engine import eventually
 from tests.vllm.harness import VllmEngine, prompts_around_borders
-from tests.vllm.models import KINDS
+from tests.vllm.models import KINDS, VOCAB
+from tests.vllm.tap import Tap
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -20,6 +24,10 @@ CHUNK = 128
 
 def tier_chunks(server: ServerProcess) -> int:
     return sum(session.counts.get("tier_chunks", 0) for session in server.status().sessions)
+
+
+def expected_stripes(server: ServerProcess) -> int:
+    return sum(session.counts.get("expected_stripes", 0) for session in server.status().sessions)
 
 
 def forget(server: ServerProcess) -> None:
@@ -54,3 +62,37 @@ def test_tokens_from_disk_are_those_of_computing(
     assert status.tiers[0].counts.get("corrupt", 0) == 0
     assert status.counts.get("corrupt", 0) == 0
     assert all(session.leases == 0 for session in status.sessions)
+
+
+def test_what_waits_in_the_queue_is_brought_up_before_the_engine_gets_to_it(
+    stopped_server: ServerProcess, tmp_path: Path
+) -> None:
+    """One request at a time: three wait while the first, too short to be looked up, decodes. What the next
+    two need is on disk; the last is aborted before its turn.
+    """
+    server = stopped_server.start(memory="512MiB", disk=str(tmp_path / "disk"), disk_size="256MiB")
+    draw = random.Random(5)
+    other, late = ([draw.randrange(VOCAB) for _ in range(8 * CHUNK + 1)] for _ in range(2))
+    first, again = late[: CHUNK // 2], [*other[: 5 * CHUNK], *late[: CHUNK + 1]]
+    with Tap(tmp_path / "tap", server.socket) as tap:
+        connector = {"socket": str(tap.path), "lookup_timeout_ms": 5000}
+        with VllmEngine("gqa", tmp_path / "engine", connector=connector, max_num_seqs=1) as engine:
+            truth = engine.round([other, again], max_tokens=CHUNK)
+            eventually(lambda: not server.status().tiers[0].queued)
+            forget(server)
+            tap.forget()
+            prompts = [first, other, again, late]
+            answer = engine.round(prompts, max_tokens=CHUNK, together=True, abort_at={"3": 20})
+            assert answer.outputs[3].stage == "waiting"
+            assert answer.tokens[1:3] == truth.tokens
+            assert answer.cached[:3] == [0, 8 * CHUNK, 6 * CHUNK]
+            assert expected_stripes(server) == 9, "eight, and the one that is not of the same prefix"
+            assert tier_chunks(server) == 0, "nobody waited for the disk: it was all there"
+            assert server.status().tiers[0].counts["hits"] == 9
+            ops = Counter(type(op).__name__ for request in tap.requests("scheduler") for op in request.ops)
+            assert (ops["Expect"], ops["Lookup"], ops["Abandon"]) == (3, 2, 3)
+            hints = [
+                request for request in tap.requests("scheduler") if isinstance(request.ops[-1], m.Expect)
+            ]
+            assert len(hints) == 1, "all in the message of their step"
+    eventually(lambda: server.leases() == 0)

@@ -1,8 +1,8 @@
 """Clients: the scheduler side and the worker side of an engine, and the operator."""
 
 from kvcellar.client.admin import AdminClient
-from kvcellar.client.scheduler import Grant, SchedulerClient
+from kvcellar.client.scheduler import Expected, Grant, SchedulerClient
 from kvcellar.client.slabs import Slot
 from kvcellar.client.worker import Slots, WorkerClient
 
-__all__ = ["AdminClient", "Grant", "SchedulerClient", "Slot", "Slots", "WorkerClient"]
+__all__ = ["AdminClient", "Expected", "Grant", "SchedulerClient", "Slot", "Slots", "WorkerClient"]

@@ -27,6 +27,7 @@ class Link:
         self.sock = sock
         self.epoch = 0
         self.newest_lease = 0
+        self.has_tiers = False
         self._poll = select.poll()
         self._reader: FrameReader[m.FromServer] = client_reader()
         self._backlog: list[m.FromServer] = []  # arrived beside what a `call` waited for
@@ -47,6 +48,7 @@ class Link:
             if not isinstance(answer, m.Welcome):
                 raise Disconnected(f"it began with {type(answer).__name__}")
             link.epoch, link.newest_lease = answer.epoch, answer.newest_lease
+            link.has_tiers = answer.has_tiers
         except OSError as error:
             link.close()
             raise Disconnected(f"no server on {path}: {error.strerror or error}") from None

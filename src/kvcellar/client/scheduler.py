@@ -11,6 +11,7 @@ rank.
 """
 
 import contextlib
+import itertools
 import logging
 import select
 import socket
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 _MAX_KNOWN = 1 << 16
 _CONNECT_S = 2.0
 _FLUSH_S = 0.2
+_MAX_EXPECTED = 16  # in one message: their keys must fit into a frame
 _WATCH_MS = 500  # only matters if the connection is closed in the moment in which it starts to be watched
 
 
@@ -57,6 +59,17 @@ class Grant(NamedTuple):
 
 def _miss(reason: str) -> Grant:
     return Grant(0, 0, [], reason)
+
+
+class Expected:
+    """A request in the engine's queue, as the server was told of it, or will be at a flush."""
+
+    def __init__(self, op: m.Expect) -> None:
+        self.op = op
+        self.is_told = False
+        self.ticket = 0
+        self.link: Link | None = None  # that the ticket came by
+        self.over = False
 
 
 class _Lookup:
@@ -83,6 +96,7 @@ class SchedulerClient:
         self._sent: dict[int, Sequence[tuple[m.Operation, Hashable]]] = {}  # by request id
         self._granted: list[tuple[Hashable, Grant]] = []
         self._brought: dict[int, Grant | None] = {}  # by ticket: what tiers had, None until it is there
+        self._expected: dict[Expected, None] = {}  # to be told at a flush
         self._silent = False  # the last lookup got no answer: do not wait for another before something comes
         self._lock = threading.Lock()  # guards namespace, _link and _known against the thread that reconnects
         self._stopped = threading.Event()
@@ -140,6 +154,29 @@ class SchedulerClient:
         elif grant is not None and grant.lease:
             self._return(grant)
 
+    @property
+    def has_tiers(self) -> bool:
+        """Is it of any use to say what to expect?"""
+        link = self._link
+        return link is not None and link.has_tiers
+
+    def expect(self, keys: Sequence[ChunkKey], wait: float) -> Expected:
+        """A request with these chunks waits to be scheduled. From the next flush on, the server reads for up
+        to `wait` seconds what tiers have of it, and keeps that until `no_longer`, after the lookup.
+        """
+        wait_ms = max(1, min(int(wait * 1000), m.MAX_WAIT_MS))
+        expected = Expected(m.Expect(self.namespace.id, _packed(keys), wait_ms))
+        self._expected[expected] = None
+        return expected
+
+    def no_longer(self, expected: Expected) -> None:
+        """It was looked up, or it is gone. If that is so before the flush, the server never hears of it."""
+        expected.over = True
+        self._expected.pop(expected, None)
+        if expected.ticket and expected.link is self._used:
+            self._queue.append((m.Abandon(expected.ticket), None))
+        expected.ticket = 0
+
     def reserve(
         self,
         tag: Hashable,
@@ -182,7 +219,7 @@ class SchedulerClient:
 
     def flush(self) -> None:
         """Send all that is queued in one message. Never waits for a server that is away."""
-        if not self._queue:
+        if not self._queue and not self._expected:
             return
         try:
             link = self._current_link()
@@ -192,6 +229,11 @@ class SchedulerClient:
                 self._queue = [(op, tag) for op, tag in self._queue if not isinstance(op, m.Reserve)]
                 self._granted += [(tag, _miss("silent")) for tag in asking]
                 return
+            told = list(itertools.islice(self._expected, _MAX_EXPECTED))
+            self._queue += [(expected.op, expected) for expected in told]
+            for expected in told:
+                del self._expected[expected]
+                expected.is_told = True
             while self._queue:
                 batch, self._queue = self._queue[: m.MAX_OPS], self._queue[m.MAX_OPS :]
                 self._send(link, batch, _FLUSH_S)
@@ -290,6 +332,10 @@ class SchedulerClient:
                 self._brought[grant.ticket] = None
             if tag.abandoned and grant.lease:
                 self.release(grant.lease, 0, grant.chunks)
+        elif isinstance(tag, Expected):
+            tag.ticket, tag.link = grant.ticket, self._used
+            if tag.over:
+                self.no_longer(tag)
         elif tag is not None:
             self._granted.append((tag, grant))
 
@@ -330,9 +376,11 @@ class SchedulerClient:
         server would wait for it as long as this engine lives.
         """
         lost = [pair for ops in self._sent.values() for pair in ops]
-        kept = self._queue
+        # Tickets are of one connection: on another, the number may be that of another lookup.
+        kept = [pair for pair in self._queue if not isinstance(pair[0], m.Abandon)]
         if queued:
             lost, kept = lost + kept, []
+            self._expected.clear()
         self._sent.clear()
         self._brought = {
             ticket: _miss("disconnected") if grant is None else grant

@@ -8,17 +8,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kvcellar.identity import ChunkKey
 from kvcellar.ledger import Ledger, Shelf, Stripe
 from kvcellar.server.objects import Goods, Objects
 from kvcellar.server.steward import Steward
+from kvcellar.server.wait import Wait
 from kvcellar.server.writeback import WriteBack
 from kvcellar.tiers.tier import Tier
-
-if TYPE_CHECKING:
-    from kvcellar.server.prefetch import Wait
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +52,10 @@ class Fetch:
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     @property
+    def is_here(self) -> bool:
+        return self.done.done() and self.done.result()
+
+    @property
     def shelf(self) -> Shelf:
         return self.goods.room.shelves[self.group]
 
@@ -72,7 +73,7 @@ class Fetches:
         self._running: dict[tuple[bytes, int, ChunkKey], Fetch] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def want(self, wait: "Wait", group: int, chunk: int, sources: list[Tier]) -> asyncio.Future[bool] | None:
+    def want(self, wait: Wait, group: int, chunk: int, sources: list[Tier]) -> asyncio.Future[bool] | None:
         """See that this chunk is in memory and stays until the wait is over. None: it cannot be had."""
         goods, key = wait.goods, wait.keys[chunk]
         shelf = goods.room.shelves[group]
@@ -91,7 +92,7 @@ class Fetches:
         wait.fetches.add(fetch)
         return asyncio.shield(fetch.done)
 
-    def _hold(self, wait: "Wait", shelf: Shelf, stripe: Stripe) -> asyncio.Future[bool]:
+    def _hold(self, wait: Wait, shelf: Shelf, stripe: Stripe) -> asyncio.Future[bool]:
         self._ledger.own.pin(shelf, stripe)
         wait.holds.append((shelf, stripe))
         held: asyncio.Future[bool] = asyncio.get_running_loop().create_future()

@@ -15,8 +15,8 @@ import msgspec
 from kvcellar.arena import RackKey
 from kvcellar.errors import BadRequest, Draining, Forbidden, NotAttached, UnknownNamespace
 from kvcellar.identity import ChunkKey, Namespace, NamespaceId, layout_of
+from kvcellar.ledger import NO_LEASE, LeaseId, Ledger
 from kvcellar.ledger import Granted as Grant
-from kvcellar.ledger import LeaseId, Ledger
 from kvcellar.server.grants import pack_places
 from kvcellar.server.members import Member, Members
 from kvcellar.server.prefetch import UNKNOWN, Outlook, Prefetch
@@ -69,6 +69,7 @@ class Operations:
             m.Ping: lambda _caller, _op: m.Pong(),
             m.Register: self._register,
             m.Lookup: self._lookup,
+            m.Expect: self._expect,
             m.Abandon: self._abandon,
             m.Release: self._release,
             m.Commit: self._commit,
@@ -111,6 +112,14 @@ class Operations:
         namespace, wait_s = NamespaceId(op.namespace), op.wait_ms / 1000
         ticket, outlook = self.prefetch.begin(member, namespace, keys, grant.chunks, wait_s)
         return self._granted(grant, ticket, outlook)
+
+    def _expect(self, caller: Caller, op: m.Expect) -> m.Message:
+        self._refuse_when_draining()
+        member, keys, nothing = caller.member, m.split_keys(op.keys), Grant(NO_LEASE, 0, [])
+        if self.prefetch is None or op.namespace not in member.session.namespaces:
+            return self._granted(nothing)
+        wait_s = op.wait_ms / 1000
+        return self._granted(nothing, *self.prefetch.expect(member, NamespaceId(op.namespace), keys, wait_s))
 
     def _abandon(self, caller: Caller, op: m.Abandon) -> m.Message:
         if self.prefetch is not None:

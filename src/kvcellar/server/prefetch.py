@@ -2,11 +2,15 @@
 
     lookup --answered at once--> the part in memory, and a ticket
            `--> which of the rest do tiers have? --> read it, chunk after chunk --> Brought(ticket, whole hit)
+    expect --its turn comes--> the same, but nobody is told: it is kept for the lookup that will follow
 
 The wait ends when all that can be had is there, at the first chunk that cannot be had, or at the client's
 deadline, with as much as has come by then. What was brought is pinned by the server until the waiting lookup
 has its lease. An object that several wait for is read once. A place that an engine of storage may still write
 to is given to nobody, however long that takes: only the waiting has a deadline.
+
+What is expected are requests in their engines' queues (line.py). No engine waits for them yet, so they stand
+aside while a lookup waits.
 """
 
 import asyncio
@@ -14,15 +18,16 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import NamedTuple
 
 from kvcellar.identity import ChunkKey, NamespaceId, fold_windows, needed_chunks
-from kvcellar.ledger import NO_LEASE, SCHEDULER, Granted, Ledger, Shelf, Stripe
-from kvcellar.server.fetch import Fetch, Fetches
+from kvcellar.ledger import NO_LEASE, SCHEDULER, Granted, Ledger, Room, Shelf
+from kvcellar.server.fetch import Fetches
 from kvcellar.server.grants import pack_places
+from kvcellar.server.line import Line
 from kvcellar.server.members import Member, Members
-from kvcellar.server.objects import Goods
+from kvcellar.server.wait import Wait
 from kvcellar.tiers.tier import Tier
 from kvcellar.wire import messages as m
 
@@ -40,6 +45,11 @@ UNKNOWN = Outlook(0.0, 0.0)
 
 # Lookups that wait at the same time, in all and of one engine; one more is answered from memory alone.
 _MAX_WAITS, _MAX_OF_ONE = 256, 64
+# The same for what is expected; and for how long anything is.
+_MAX_EXPECTED, _EXPECTED_OF_ONE = 1024, 256
+_EXPECTED_S = 120.0
+# How soon it is noticed that the engine which expects something is gone.
+_LOOK_S = 1.0
 # Stripes that one lookup has on their way at once: enough to keep every thread of a tier busy.
 _AT_ONCE = 8
 # Chunks about which tiers are asked in one message.
@@ -48,27 +58,8 @@ _BATCH = 128
 _SAY_S = 0.05
 
 
-class Wait:
-    """One lookup that waits. Holds pins on all it will be granted."""
-
-    def __init__(
-        self, ticket: int, member: Member, goods: Goods, keys: Sequence[ChunkKey], had: int, deadline: float
-    ) -> None:
-        self.ticket = ticket
-        self.member = member
-        self.goods = goods
-        self.keys = keys
-        self.had = had  # chunks that memory had
-        self.deadline = deadline  # on the monotonic clock
-        self.holds: list[tuple[Shelf, Stripe]] = []
-        self.fetches: set[Fetch] = set()
-        self.silent: set[Tier] = set()  # did not answer in time
-        self.task: asyncio.Task[None] | None = None
-        self.abandoned = False
-
-    @property
-    def left(self) -> float:
-        return self.deadline - time.monotonic()
+# A stripe to have in memory: its chunk, its group, and the tiers that may have it.
+Needed = tuple[int, int, list[Tier]]
 
 
 class Prefetch:
@@ -79,6 +70,9 @@ class Prefetch:
         self._tiers = tiers
         self._fetches = fetches
         self._tickets = itertools.count(1)
+        self._lines: dict[Room, Line] = {}  # as long as somebody stands in it
+        self._quiet = asyncio.Event()  # no lookup waits
+        self._quiet.set()
 
     def begin(
         self, member: Member, namespace_id: NamespaceId, keys: Sequence[ChunkKey], had: int, wait_s: float
@@ -86,16 +80,8 @@ class Prefetch:
         """See what tiers have beyond the first `had` chunks, if there is time. Returns a ticket, 0 if nobody
         will be asked, and what to expect.
         """
-        room = self._ledger.rooms.get(namespace_id)
-        readable = [tier for tier in self._tiers if tier.can_read]
-        if room is None or not readable:
-            return 0, UNKNOWN
-        fastest = max(readable, key=lambda tier: tier.expected_rate)
-        outlook = UNKNOWN
-        if rate := fastest.expected_rate:
-            outlook = Outlook(fastest.expected_lead_s, room.chunk_bytes / rate)
-        of_one = sum(wait.member is member for wait in self.waits.values())
-        if not wait_s or len(self.waits) >= _MAX_WAITS or of_one >= _MAX_OF_ONE:
+        room, outlook = self._look(namespace_id)
+        if room is None or not wait_s or self._is_full(member, expected=False):
             return 0, outlook
         goods = self._fetches.objects.goods(room)
         fits = max(0, self._ledger.hold_limit - member.session.held_bytes) // room.chunk_bytes
@@ -103,11 +89,50 @@ class Prefetch:
             return 0, outlook
         deadline = time.monotonic() + wait_s
         wait = Wait(next(self._tickets), member, goods, keys[:fits], had, deadline)
+        self._quiet.clear()
+        self._start(wait, self._serve(wait))
+        return wait.ticket, outlook
+
+    def expect(
+        self, member: Member, namespace_id: NamespaceId, keys: Sequence[ChunkKey], wait_s: float
+    ) -> tuple[int, Outlook]:
+        """A request will ask for these when its turn comes: have them in memory by then. `wait_s`: how long
+        reading may take. Returns as `begin` does.
+        """
+        room, outlook = self._look(namespace_id)
+        if room is None or not wait_s or self._is_full(member, expected=True):
+            return 0, outlook
+        goods = self._fetches.objects.goods(room)
+        line = self._lines.get(room) or Line(room)
+        if goods is None or not line.limit:
+            return 0, outlook
+        self._lines[room] = line
+        wait = Wait(next(self._tickets), member, goods, keys[: line.limit], 0, 0.0, expected=True)
+        self._start(wait, self._serve_expected(wait, line, wait_s))
+        return wait.ticket, outlook
+
+    def _look(self, namespace_id: NamespaceId) -> tuple[Room | None, Outlook]:
+        """The room, if a tier can be read at all, and what to expect of the fastest."""
+        room = self._ledger.rooms.get(namespace_id)
+        readable = [tier for tier in self._tiers if tier.can_read]
+        if room is None or not readable:
+            return None, UNKNOWN
+        fastest = max(readable, key=lambda tier: tier.expected_rate)
+        if rate := fastest.expected_rate:
+            return room, Outlook(fastest.expected_lead_s, room.chunk_bytes / rate)
+        return room, UNKNOWN
+
+    def _is_full(self, member: Member, *, expected: bool) -> bool:
+        alike = [wait for wait in self.waits.values() if wait.expected == expected]
+        of_one = sum(wait.member is member for wait in alike)
+        in_all, each = (_MAX_EXPECTED, _EXPECTED_OF_ONE) if expected else (_MAX_WAITS, _MAX_OF_ONE)
+        return len(alike) >= in_all or of_one >= each
+
+    def _start(self, wait: Wait, work: Coroutine[None, None, None]) -> None:
         self.waits[wait.ticket] = wait
-        wait.task = asyncio.create_task(self._serve(wait))
+        wait.task = asyncio.create_task(work)
         # Not a `finally` in there: a task that is cancelled before its first step never gets so far.
         wait.task.add_done_callback(lambda task: self._finish(wait, task))
-        return wait.ticket, outlook
 
     def abandon(self, member: Member, ticket: int) -> None:
         wait = self.waits.get(ticket)
@@ -125,7 +150,30 @@ class Prefetch:
     async def _serve(self, wait: Wait) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait.left):
-                await self._bring(wait)
+                await self._bring(wait, await self._plan(wait))
+
+    async def _serve_expected(self, wait: Wait, line: Line, wait_s: float) -> None:
+        """In its turn bring up what fits, and hold it until the request has asked, or is no more."""
+        taken = 0
+        try:
+            async with asyncio.timeout(_EXPECTED_S):
+                async with line.turn:
+                    wait.deadline = time.monotonic() + wait_s
+                    needed = await self._plan(wait)
+                    if not needed or not self._members.is_reachable(wait.member):
+                        return
+                    taken = await line.take(1 + needed[-1][0])
+                    wait.deadline = time.monotonic() + wait_s
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(wait_s):
+                            await self._bring(wait, [one for one in needed if one[0] < taken])
+                wait.member.session.counts["expected_stripes"] += sum(one.is_here for one in wait.fetches)
+                while self._members.is_reachable(wait.member):
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            pass  # whoever queues so long is served as if he came just now
+        finally:
+            line.leave(taken)
 
     def _finish(self, wait: Wait, task: asyncio.Task[None]) -> None:
         """Grant what is there now, tell the scheduler, and let go."""
@@ -134,7 +182,12 @@ class Prefetch:
         del self.waits[wait.ticket]
         for fetch in wait.fetches:
             fetch.waiting.discard(wait)
-        if self._members.is_reachable(wait.member) and not wait.abandoned:
+        others, room = self.waits.values(), wait.goods.room
+        if all(other.expected for other in others):
+            self._quiet.set()
+        if not any(other.expected and other.goods.room is room for other in others):
+            self._lines.pop(room, None)
+        if self._members.is_reachable(wait.member) and not (wait.abandoned or wait.expected):
             granted = self._grant(wait) if wait.holds else Granted(NO_LEASE, 0, [])
             self._members.newest_lease = max(self._members.newest_lease, granted.lease)
             assert wait.member.link is not None
@@ -157,7 +210,10 @@ class Prefetch:
             self._ledger.release(session, SCHEDULER, granted.lease, 0, granted.chunks)
         return Granted(NO_LEASE, 0, [])
 
-    async def _bring(self, wait: Wait) -> None:
+    async def _plan(self, wait: Wait) -> list[Needed]:
+        """What must be in memory for the longest hit that can be had. Nothing if that is what the lookup was
+        granted, or, where one is only expected, if it would find it all.
+        """
         room = wait.goods.room
         sources = await self._ask(wait)
         present = [
@@ -166,25 +222,34 @@ class Prefetch:
         ]
         reach = fold_windows(len(wait.keys), room.windows, lambda group, chunk: present[group][chunk])
         if reach <= wait.had:
-            return
+            return []
         # What memory had is pinned by the lookup's own lease, but where the windows lie has changed.
-        needed = [
+        ranges = [
             range(wait.had, reach) if window is None else needed_chunks(reach, window)
             for window in room.windows
         ]
+        needed = [
+            (chunk, group, sources[group, chunk])
+            for chunk in range(reach)
+            for group in range(len(room.shelves))
+            if chunk in ranges[group]
+        ]
+        is_here = all(_is_ready(room.shelves[group], wait.keys[chunk]) for chunk, group, _ in needed)
+        return [] if wait.expected and is_here else needed
+
+    async def _bring(self, wait: Wait, needed: list[Needed]) -> None:
         coming: list[Awaitable[bool]] = []
-        for chunk in range(reach):
-            for group in range(len(room.shelves)):
-                if chunk not in needed[group]:
-                    continue
-                if not self._members.is_reachable(wait.member):
-                    return  # nobody is left to be told
-                if len(coming) >= _AT_ONCE and not await coming.pop(0):
-                    return
-                one = self._fetches.want(wait, group, chunk, sources[group, chunk])
-                if one is None:
-                    return
-                coming.append(one)
+        for chunk, group, sources in needed:
+            if wait.expected:
+                await self._quiet.wait()
+            if not self._members.is_reachable(wait.member):
+                return  # nobody is left to be told
+            if len(coming) >= _AT_ONCE and not await coming.pop(0):
+                return
+            one = self._fetches.want(wait, group, chunk, sources)
+            if one is None:
+                return
+            coming.append(one)
         while coming and await coming.pop(0):
             pass
 
@@ -198,11 +263,10 @@ class Prefetch:
             missing = []
             for group, shelf in enumerate(room.shelves):
                 for chunk in chunks:
-                    stripe = shelf.get(wait.keys[chunk])
-                    if stripe is None or not stripe.ready:
-                        missing.append((group, chunk))
-                    else:
+                    if _is_ready(shelf, wait.keys[chunk]):
                         known[group, chunk] = list(self._tiers)
+                    else:
+                        missing.append((group, chunk))
             known |= await self._find(wait, missing)
             if any(
                 (group, chunk) not in known
@@ -229,3 +293,8 @@ class Prefetch:
                 if there:
                     found[at] = list(self._tiers[number:])  # the farther ones, should this one fail
         return found
+
+
+def _is_ready(shelf: Shelf, key: ChunkKey) -> bool:
+    stripe = shelf.get(key)
+    return stripe is not None and stripe.ready

@@ -196,7 +196,8 @@ class Server:
 
     def _attach(self, hello: m.Hello, connection: Connection) -> tuple[Caller, m.Welcome]:
         newest = self._members.newest_lease
-        welcome = m.Welcome(m.PROTOCOL_VERSION, self._ledger.epoch, __version__, newest)
+        has_tiers = self._tiers is not None
+        welcome = m.Welcome(m.PROTOCOL_VERSION, self._ledger.epoch, __version__, newest, has_tiers)
         if hello.role == "admin":
             return Caller(hello.role, None), welcome
         if self._operations.draining:

@@ -135,6 +135,9 @@ class _Facade(KVConnectorBase_V1):
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         self._scheduler.bind(gpu_block_pool)
 
+    def on_new_request(self, request: "Request") -> None:
+        self._scheduler.arrived(request)
+
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:

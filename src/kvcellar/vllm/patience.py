@@ -14,8 +14,12 @@ from collections.abc import Callable
 _PAYS = 0.8
 # How much longer than expected it may take, and what asking costs at all.
 _SLACK, _ASKING_S = 1.5, 0.02
-# For a tier whose rate nobody knows: what may be lost to find out, and never more than half the computing.
-_TRIAL_S, _TRIAL_SHARE = 0.25, 0.5
+# For a tier whose rate nobody knows: what may be lost to find out, of what computing takes. Reads that have
+# begun by then are measured when they end, so it need not last until something has come; but asking takes its
+# time, and for that it may be more, up to half.
+_TRIAL_S, _TRIAL_SHARE, _ASKING_SHARE = 0.25, 0.04, 0.5
+# What reading for a request in the queue may take at least: nobody waits for it yet.
+_AHEAD_S = 1.0
 # The server answers in time; this is for the answer's way.
 _WAY_S = 0.05
 # Tokens per second, until a step was measured: as fast as a large GPU with a small model, so waits are short.
@@ -65,11 +69,18 @@ class Patience:
             return 0.0
         computing = self.computing_s(chunks * chunk_tokens)
         if not self._chunk_s:
-            return min(_TRIAL_S, _TRIAL_SHARE * computing)
+            asking = min(_ASKING_S, _ASKING_SHARE * computing)
+            return max(asking, min(_TRIAL_S, _TRIAL_SHARE * computing))
         expected = self._lead_s + chunks * self._chunk_s
         if expected > _PAYS * computing:
             return 0.0
         return min(_SLACK * expected + _ASKING_S, computing)
+
+    def ahead(self, chunks: int, chunk_tokens: int) -> float:
+        """Seconds for which a tier may read so many chunks for a request that the engine has not got to. If
+        computing takes less than that, others in the queue need the tier more.
+        """
+        return max(_AHEAD_S, self.computing_s(chunks * chunk_tokens))
 
     def begin(self, ticket: int, seconds: float) -> None:
         """The server was asked to answer within this time."""

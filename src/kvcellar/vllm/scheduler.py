@@ -1,7 +1,9 @@
 """The connector's scheduler side: what is here, what to load, and the one message per step to the server.
 
 A lookup is one round trip when a request is first considered, and its answer is remembered. What was offered
-is held by a lease until vLLM has blocks for it, or does not want it. Storing is next door, in stores.py.
+is held by a lease until vLLM has blocks for it, or does not want it. Where there are tiers, the server hears
+of a request that the engine does not get to in the step in which it arrives, and has its chunks brought up
+meanwhile. Storing is next door, in stores.py.
 """
 
 import itertools
@@ -122,6 +124,21 @@ class SchedulerSide:
 
     # -- offering ---------------------------------------------------------------------------------------
 
+    def arrived(self, request: Request) -> None:
+        """The engine will get to it in this step or in a later one. Asks nobody and waits for nothing."""
+        client = self._client
+        if client is None or not client.has_tiers or request.skip_reading_prefix_cache:
+            return
+        tracked = self._track(client, request)
+        if chunks := self._chunks_to_ask(client, tracked):
+            wait = self._patience.ahead(chunks, client.namespace.chunk_tokens)
+            tracked.expected = client.expect(tracked.keys[:chunks], wait)
+
+    def _no_longer_expected(self, tracked: Tracked) -> None:
+        if tracked.expected is not None and self._client is not None:
+            self._client.no_longer(tracked.expected)
+        tracked.expected = None
+
     def offer(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """How many tokens beyond `computed` can be loaded; None: ask later. Asking again costs nothing."""
         client = self._get_client()
@@ -134,6 +151,7 @@ class SchedulerSide:
             self._ask(client, tracked, computed)
         if not self._all_here(client, tracked):
             return None, False
+        self._no_longer_expected(tracked)  # not before: what was brought up for it is under its lease now
         assert tracked.grant is not None
         chunk = client.namespace.chunk_tokens
         alignment = max(group.block_tokens for group in client.namespace.groups)
@@ -152,14 +170,17 @@ class SchedulerSide:
             )
         return tracked
 
-    def _ask(self, client: SchedulerClient, tracked: Tracked, computed: int) -> None:
-        self._give_back(tracked)
-        chunk = client.namespace.chunk_tokens
+    def _chunks_to_ask(self, client: SchedulerClient, tracked: Tracked) -> int:
         chunks = tracked.hashed_chunks()
         if len(client.namespace.groups) > 1:
             # A window is read up to the end of the hit, so a hit must not be cut: it leaves a token to
             # compute.
-            chunks = min(chunks, (tracked.request.num_tokens - 1) // chunk)
+            chunks = min(chunks, (tracked.request.num_tokens - 1) // client.namespace.chunk_tokens)
+        return chunks
+
+    def _ask(self, client: SchedulerClient, tracked: Tracked, computed: int) -> None:
+        self._give_back(tracked)
+        chunk, chunks = client.namespace.chunk_tokens, self._chunks_to_ask(client, tracked)
         tracked.asked_at = tracked.request.num_preemptions
         tracked.grant = _nothing(0)
         if chunks * chunk > computed:
@@ -172,6 +193,8 @@ class SchedulerSide:
                 self._patience.begin(grant.ticket, wait if pays else 0.0)
             tracked.grant = grant
         tracked.planned = tracked.grant.chunks
+        if tracked.expected is not None and not tracked.expected.is_told:
+            self._no_longer_expected(tracked)  # considered in the step in which it came: that was the lookup
 
     def _all_here(self, client: SchedulerClient, tracked: Tracked) -> bool:
         """Has all come from tiers that is worth waiting for? Then the grant is all there is."""
@@ -290,6 +313,7 @@ class SchedulerSide:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is not None:
             self._give_back(tracked)
+            self._no_longer_expected(tracked)
 
     def new_generation(self) -> None:
         """The weights changed in place: nothing stored so far is ours any more, but it stays for others."""
@@ -297,6 +321,7 @@ class SchedulerSide:
         self.stores.drop_plans()
         for tracked in self._requests.values():
             self._give_back(tracked)
+            self._no_longer_expected(tracked)
             tracked.planned = 0
             if tracked.loading or tracked.request.num_computed_tokens:
                 tracked.mixed_at = tracked.request.num_preemptions

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from kvcellar.client import Grant
+from kvcellar.client import Expected, Grant
 from kvcellar.identity import KEY_BYTES, ChunkKey
 from kvcellar.vllm.adapters import with_adapter
 
@@ -16,6 +16,9 @@ class Tracked:
     def __init__(self, request: Request, hashes_per_chunk: int, adapter: bytes | None) -> None:
         self.request = request
         self.keys: list[ChunkKey] = []
+        self.expected: Expected | None = (
+            None  # the server knows that it waits, or will at the end of the step
+        )
         # What the cache has of it: asked for once, and again after a preemption.
         self.grant: Grant | None = None
         self.asked_at = -1  # number of preemptions when it was asked

@@ -14,7 +14,7 @@ import msgspec
 from kvcellar.errors import BadRequest
 from kvcellar.identity import ID_BYTES, KEY_BYTES, ChunkKey, Namespace
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_KEYS = 65_536
 MAX_OPS = 256
@@ -68,6 +68,7 @@ class Welcome(Message, frozen=True):
     epoch: int
     server: Text
     newest_lease: LeaseField = 0
+    has_tiers: bool = False  # without, nobody need say Expect
 
 
 class Refused(Message, frozen=True):
@@ -100,8 +101,18 @@ class Lookup(Message, frozen=True):
     wait_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)] = 0
 
 
+class Expect(Message, frozen=True):
+    """A request that needs these chunks is in the engine's queue: if tiers have them, read them for so long
+    at most, in the order of arrival, and keep them until Abandon -> Granted, of a ticket alone.
+    """
+
+    namespace: NamespaceIdField
+    keys: KeysField
+    wait_ms: Annotated[int, Meta(ge=1, le=MAX_WAIT_MS)]
+
+
 class Abandon(Message, frozen=True):
-    """Nobody waits for Brought with this ticket any more; it may be under way -> Settled."""
+    """Nobody waits for Brought with this ticket any more, or expects what it is for -> Settled."""
 
     ticket: TicketField
 
@@ -190,9 +201,9 @@ class Registered(Message, frozen=True):
 
 
 class Granted(Message, frozen=True):
-    """`places` by group, packed, 0xFFFFFFFF where there is nothing to read or write; lease 0: none. With a
-    `ticket`, Brought will follow. From a tier the first chunk takes `lead_us`, and each `chunk_us`; 0 if
-    not known.
+    """`places` by group, packed, 0xFFFFFFFF where there is nothing to read or write; lease 0: none. After
+    a lookup, a `ticket` says that Brought will follow. From a tier the first chunk takes `lead_us`, and each
+    `chunk_us`; 0 if not known.
     """
 
     lease: LeaseField
@@ -227,6 +238,7 @@ Operation = (
     Ping
     | Register
     | Lookup
+    | Expect
     | Abandon
     | Reserve
     | Release
