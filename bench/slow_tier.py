@@ -36,7 +36,7 @@ from tests.vllm.models import VOCAB
 from tools import backends
 
 LENGTHS = (256, 1024, 2048, 4096, 8192)
-RATES = (50, 1)  # MB/s; one core computes about 1.4 MB/s of this model's KV, so the second is no use
+RATES = (50, 1)  # MB/s; one core computes 1.0 to 1.5 MB/s of this model's KV, so the second is no use
 PATIENT = 8192  # tokens; a tier that is slower than computing takes minutes to write so many
 LIMIT = 1.05
 _PIECE = 1 << 16
