@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import ssl
+import struct
 import threading
 
 
@@ -73,7 +74,8 @@ class Gate:
             requests = self._run(self._pass, client, server, False)
             self._pass(server, client, True)
             requests.join()
-            # A shutdown alone leaves a client that is still sending waiting for room.
+            # Reset it: a client that is still sending would wait for room that it is never told of.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             for one in (client, server):
                 one.close()
 
