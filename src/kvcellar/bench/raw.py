@@ -1,7 +1,7 @@
 """What the usual client of a storage engine reaches without KVCellar, for figures to stand beside.
 
-Values from memory and into memory, some threads, no integrity check, as the manual says to use it: obstore
-for S3, Mooncake's own client, and for Redis bare sockets, which are faster than any client.
+Values from memory and into memory, some threads, no integrity check, as the manual says to use it: redis-py,
+obstore for S3, Mooncake's own client. For Redis also bare sockets, which are faster than any client.
 """
 
 import secrets
@@ -24,16 +24,19 @@ class _Client(NamedTuple):
     clean: Callable[[Sequence[str]], object]
 
 
-def raw_client(url: str, buffers: Sequence[Buffer], count: int) -> Generator[float, None, None] | None:
-    """GB/s of writing and of reading so many objects, in turn, as many at once as there are buffers. None:
-    this engine has no client of its own.
+def raw_clients(url: str, buffers: Sequence[Buffer], count: int) -> dict[str, Generator[float, None, None]]:
+    """GB/s of writing and of reading so many objects, in turn, as many at once as there are buffers. By what
+    does it: "raw" is the usual client, if the engine has one.
     """
     scheme = urlsplit(url).scheme
+    clients = {}
     if scheme.startswith("redis"):
-        return _measure(_redis(url), buffers, count)
-    if scheme == "s3":
-        return _measure(_s3(url), buffers, count)
-    return _measure(_mooncake(url, buffers), buffers, count) if scheme == "mooncake" else None
+        clients = {"raw": _redis(url), "socket": _sockets(url)}
+    elif scheme == "s3":
+        clients = {"raw": _s3(url)}
+    elif scheme == "mooncake":
+        clients = {"raw": _mooncake(url, buffers)}
+    return {name: _measure(client, buffers, count) for name, client in clients.items()}
 
 
 def _measure(client: _Client, buffers: Sequence[Buffer], count: int) -> Generator[float, None, None]:
@@ -62,16 +65,30 @@ def _rate(
     return buffers[0].size * len(names) / (time.perf_counter() - start) / 1e9
 
 
-def _redis(url: str) -> _Client:
-    """Bare sockets: redis-py itself copies too much to be a measure. Values are not divided."""
+def _connect(url: str) -> Any:
     import redis  # noqa: PLC0415 - only if it is measured
     from redis.cluster import ClusterNode  # noqa: PLC0415 - likewise
 
     parts = urlsplit(url)
     nodes = addresses(parts.netloc, 6379)
-    cluster: Any = None
     if parts.scheme.endswith("+cluster"):
-        cluster = redis.RedisCluster(startup_nodes=[ClusterNode(*node) for node in nodes])  # type: ignore[no-untyped-call]
+        return redis.RedisCluster(startup_nodes=[ClusterNode(*node) for node in nodes])  # type: ignore[no-untyped-call]
+    return redis.Redis(*nodes[0])
+
+
+def _redis(url: str) -> _Client:
+    client = _connect(url)
+
+    def read(name: str, target: memoryview) -> None:
+        target[:] = client.get(name)
+
+    return _Client(client.set, read, lambda names: [client.delete(name) for name in names])
+
+
+def _sockets(url: str) -> _Client:
+    """Values are not divided."""
+    nodes = addresses(urlsplit(url).netloc, 6379)
+    cluster = _connect(url) if urlsplit(url).scheme.endswith("+cluster") else None
     mine = threading.local()  # a connection to each node for each thread
 
     def ask(name: str, head: bytes, value: memoryview | None = None) -> socket.socket:

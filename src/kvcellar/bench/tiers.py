@@ -6,11 +6,13 @@ with three of which one never answers. The index is that of a disk engine whose 
 """
 
 import asyncio
+import itertools
 import mmap
 import os
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +24,7 @@ from rich.table import Table
 from kvcellar.bench.child import must, running_server
 from kvcellar.bench.engine import CHUNK_TOKENS, Engine, fresh_keys
 from kvcellar.bench.machine import machine, summary
-from kvcellar.bench.raw import raw_client
+from kvcellar.bench.raw import raw_clients
 from kvcellar.identity import BlockHash, ChunkKey, Group, Layer, Namespace, ParallelStrategy
 from kvcellar.slab import PAGE
 from kvcellar.tiers.crate import Crate, CrateShape
@@ -91,25 +93,21 @@ async def _speed(url: str, size: int, total: int, rounds: int, folder: Path) -> 
     must(tier.can_write, f"{spec.label}: {tier.state[1]}")
     count = max(_AT_ONCE, total // size)
     goods = _Set(size, count)
-    raw = (
-        _raw_disk(folder, goods, count) if url.startswith("disk:") else raw_client(url, goods.buffers, count)
-    )
-    figures: dict[str, list[float]] = {"write": [], "read": [], "raw_write": [], "raw_read": []}
+    others = {"raw": _raw_disk(folder, goods, count)} if url.startswith("disk:") else {}
+    others |= raw_clients(url, goods.buffers, count)
+    figures = defaultdict[str, list[float]](list)
     for _ in range(rounds):
         await tier.delete(goods.names)
         figures["write"].append(await _all(goods, lambda lane, n: _write(tier, goods, lane, n)))
         figures["read"].append(await _all(goods, lambda lane, n: _read(tier, goods, lane, n)))
-        if raw is not None:
-            for kind in ("raw_write", "raw_read"):
-                figures[kind].append(next(raw))
+        for other, kind in itertools.product(others, ("write", "read")):
+            figures[f"{other}_{kind}"].append(next(others[other]))
     await tier.delete(goods.names)
     tier.close()
-    if raw is not None:
-        raw.close()
-    result = {kind: round(statistics.median(rates), 2) for kind, rates in figures.items() if rates}
-    for kind in ("write", "read"):
-        if f"raw_{kind}" in result:
-            result[f"{kind}_of_raw"] = round(result[kind] / result[f"raw_{kind}"], 2)
+    result = {kind: round(statistics.median(rates), 2) for kind, rates in figures.items()}
+    for other, kind in itertools.product(others, ("write", "read")):
+        result[f"{kind}_of_{other}"] = round(result[kind] / result[f"{other}_{kind}"], 2)
+        others[other].close()
     return result
 
 

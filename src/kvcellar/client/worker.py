@@ -182,7 +182,9 @@ class WorkerClient:
             try:
                 while not self._stopped.is_set():
                     self._serve(link)
-                link.send((m.Leave(),), _SEND_S)
+                # Until it is answered: a server that tells us of a rack meanwhile, and meets a closed
+                # connection, reads no further, and what we said last is lost.
+                link.call(m.Leave(), _SEND_S)
             except CellarError as error:
                 log.debug("connection lost: %s", error)
             finally:
