@@ -16,9 +16,8 @@ class Tracked:
     def __init__(self, request: Request, hashes_per_chunk: int, adapter: bytes | None) -> None:
         self.request = request
         self.keys: list[ChunkKey] = []
-        self.expected: Expected | None = (
-            None  # the server knows that it waits, or will at the end of the step
-        )
+        # The server knows that it waits, or will at the end of the step.
+        self.expected: Expected | None = None
         # What the cache has of it: asked for once, and again after a preemption.
         self.grant: Grant | None = None
         self.asked_at = -1  # number of preemptions when it was asked
