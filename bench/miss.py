@@ -13,20 +13,17 @@ Prints JSON on stdout, everything else on stderr.
 """
 
 import argparse
-import contextlib
 import datetime
 import json
 import os
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvcellar.bench.child import running_server
 from kvcellar.bench.machine import load, machine
 from tests.vllm.harness import CACHE
 from tests.vllm.models import VOCAB, make_model
@@ -35,7 +32,7 @@ MODEL = "demo"
 PROMPT, TOKENS = 512, 96
 BATCHES = (1, 8)
 STARTS, ROUNDS = 4, 3
-MEMORY = "2GiB"
+MEMORY = 2 << 30
 
 SIDES = {
     "scheduler": (
@@ -74,11 +71,11 @@ def main() -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     about = machine()
-    with tempfile.TemporaryDirectory() as home, served(Path(home)) as sock:
+    with running_server(MEMORY) as server:
         model = make_model(MODEL, CACHE / "models")
         rounds = []
         for start in range(options.starts):
-            makers = {"without": None, "with": sock}
+            makers = {"without": None, "with": server.socket}
             order = sorted(makers, reverse=bool(start % 2))
             engines = {name: Child(model, makers[name]) for name in order}
             rounds += play(engines, random.Random(start))
@@ -135,27 +132,6 @@ def row(batch: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
             "inside_percent": round(100 * sum(inside.values()) / without, 2),
         }
     return figures
-
-
-@contextlib.contextmanager
-def served(home: Path) -> Iterator[Path]:
-    """A server of its own."""
-    sock = home / "s"
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        where = ["--socket", str(sock), "--folder", memory, "--memory", MEMORY]
-        server = subprocess.Popen(
-            [sys.executable, "-m", "kvcellar", "serve", *where],
-            stdout=sys.stderr,
-            stderr=sys.stderr,
-        )
-        try:
-            deadline = time.monotonic() + 10
-            while not sock.exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            yield sock
-        finally:
-            server.terminate()
-            server.wait(10)
 
 
 class Child:

@@ -19,7 +19,6 @@ import json
 import random
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,9 +27,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvcellar.bench.child import ServerProcess, running_server
 from kvcellar.bench.machine import load, machine
 from kvcellar.client import AdminClient
-from kvcellar.errors import CellarError
 from tests.vllm.harness import VllmEngine
 from tests.vllm.models import VOCAB
 from tools import backends
@@ -80,51 +79,25 @@ class Door:
                 one.shutdown(socket.SHUT_RDWR)
 
 
-class Cellar:
+def cellar(port: int) -> contextlib.AbstractContextManager[ServerProcess]:
     """A server whose only tier is behind the door."""
+    return running_server(512 << 20, ["--tier", f"redis://127.0.0.1:{port}"])
 
-    def __init__(self, home: Path, port: int) -> None:
-        self.socket = home / "s"
-        self._home = home
-        self._port = port
-        self._memory = tempfile.TemporaryDirectory(dir="/dev/shm")
 
-    def __enter__(self) -> "Cellar":
-        where = ["--socket", str(self.socket), "--folder", self._memory.name, "--memory", "512MiB"]
-        command = [sys.executable, "-m", "kvcellar", "serve", *where]
-        with (self._home / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [*command, "--tier", f"redis://127.0.0.1:{self._port}"], stdout=log, stderr=log
-            )
-        wait_until(self._answers)
-        return self
+def cool(sock: Path) -> None:
+    """When all is written back, forget what is in memory."""
+    with AdminClient(sock) as admin:
+        wait_until(lambda: not admin.status().tiers[0].queued)
+        admin.clear()
 
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait(30)
-        self._memory.cleanup()
 
-    def _answers(self) -> bool:
-        try:
-            with AdminClient(self.socket) as admin:
-                admin.ping()
-        except CellarError:
-            return False
-        return True
-
-    def cool(self) -> None:
-        """When all is written back, forget what is in memory."""
-        with AdminClient(self.socket) as admin:
-            wait_until(lambda: not admin.status().tiers[0].queued)
-            admin.clear()
-
-    def counts(self) -> dict[str, int]:
-        with AdminClient(self.socket) as admin:
-            status = admin.status()
-        return {
-            "tier_chunks": sum(session.counts.get("tier_chunks", 0) for session in status.sessions),
-            "corrupt": status.tiers[0].counts.get("corrupt", 0),
-        }
+def counts(sock: Path) -> dict[str, int]:
+    with AdminClient(sock) as admin:
+        status = admin.status()
+    return {
+        "tier_chunks": sum(session.counts.get("tier_chunks", 0) for session in status.sessions),
+        "corrupt": status.tiers[0].counts.get("corrupt", 0),
+    }
 
 
 def main() -> None:
@@ -158,10 +131,10 @@ def main() -> None:
 
 def fill(home: Path, valkey: backends.Valkey, prompts: dict[int, list[int]]) -> None:
     """Past the door: what is measured is reading."""
-    with Cellar(home, valkey.port) as cellar, engine(cellar, home) as filling:
+    with cellar(valkey.port) as server, engine(server.socket, home) as filling:
         for prompt in prompts.values():
             filling.round([prompt], max_tokens=1)
-        cellar.cool()
+        cool(server.socket)
 
 
 def measure(
@@ -177,20 +150,20 @@ def measure(
     place.mkdir()
     with (
         throttled(valkey.port, rate * 1e6) as port,
-        Cellar(place, port) as cellar,
-        engine(cellar, place) as cold,
+        cellar(port) as server,
+        engine(server.socket, place) as cold,
     ):
         for number in range(repeats):
             for length, prompt in prompts.items():
                 order = (("computing", plain), ("tier", cold))
                 for name, one in order if number % 2 else order[::-1]:
-                    cellar.cool()
+                    cool(server.socket)
                     first = one.round([prompt], max_tokens=1).outputs[0].first
                     assert first is not None
                     times.setdefault((name, length), []).append(first)
                     print(f"{rate} MB/s {length:5} {name}: {first:.3f} s", file=sys.stderr)
-        counts = cellar.counts()
-    return [row(rate, length, times, counts) for length in prompts]
+        seen = counts(server.socket)
+    return [row(rate, length, times, seen) for length in prompts]
 
 
 @contextlib.contextmanager
@@ -202,10 +175,8 @@ def throttled(port: int, rate: float) -> Iterator[int]:
         door.close()
 
 
-def engine(cellar: Cellar, home: Path) -> VllmEngine:
-    return VllmEngine(
-        "demo", home / "engine.log", connector={"socket": str(cellar.socket)}, max_model_len=10_000
-    )
+def engine(sock: Path, home: Path) -> VllmEngine:
+    return VllmEngine("demo", home / "engine.log", connector={"socket": str(sock)}, max_model_len=10_000)
 
 
 def row(
