@@ -9,14 +9,23 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from bench.gpu import interference, tokens, ttft
+from bench.gpu import interference, timeline, tokens, ttft
+from bench.gpu.children import TIMELINE
 from bench.gpu.engine import Engine
 from bench.gpu.progress import say
 from bench.gpu.scale import FULL, SMALL
 from kvcellar.client import AdminClient
 
 # Seconds that a part may take, some three times of what it should.
-LIMITS = {"interference": 110, "ttft": 150, "tokens": 60, "flip": 60, "first": 60, "second": 60}
+LIMITS = {
+    "interference": 110,
+    "ttft": 150,
+    "timeline": 60,
+    "tokens": 60,
+    "flip": 60,
+    "first": 60,
+    "second": 60,
+}
 
 
 def main() -> None:
@@ -40,10 +49,10 @@ def main() -> None:
         finally:
             signal.alarm(0)
         _write(job, result)
-    if scale.gpu and result.get("rows"):
+    if scale.gpu and (result.get("rows") or result.get("timeline")):
         rate = ttft.bus_rate()  # last: vLLM starts faster where CUDA is not in use
         result["bus_gbps"] = rate / 1e9
-        ttft.add_floor(result["rows"], job["model"], rate)
+        ttft.add_floor(result.get("rows", []), job["model"], rate)
     _write(job, result | {"done": True})
     sys.stdin.read()  # until the parent has seen enough
     os._exit(0)  # the parent ends what this has started
@@ -75,6 +84,11 @@ def _ttft(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
 def _interference(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
     _warm_up(engine, job)
     return {"interference": interference.measure(engine, loads=job["mode"] != "recompute")}
+
+
+def _timeline(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
+    _warm_up(engine, job)
+    return {"timeline": timeline.measure(engine, Path(job["folder"]) / TIMELINE)}
 
 
 def _tokens(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
@@ -109,6 +123,7 @@ def _second(engine: Engine, _: dict[str, Any]) -> dict[str, Any]:
 _PARTS = {
     "interference": _interference,
     "ttft": _ttft,
+    "timeline": _timeline,
     "tokens": _tokens,
     "flip": _flip,
     "first": _first,

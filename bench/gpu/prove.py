@@ -6,6 +6,7 @@
 
     ttft          time to first token: computed, loaded, still on the GPU        all modes
     interference  decoding beside loads and stores of 64,000 tokens              all modes
+    timeline      where the time of a load goes, stage by stage                  kvcellar
     tokens        greedy tokens of 20 prompts, computed and loaded               kvcellar
     flip          a flipped bit in every stored object is found                  kvcellar, models of one group
     pair          two engines on one GPU share a cache; the server uses no GPU   kvcellar
@@ -30,13 +31,13 @@ from bench.gpu.report import merge, print_report
 from bench.gpu.scale import FULL, SMALL, Scale
 from bench.gpu.shapes import CONFIGS
 
-ORDER = ("interference", "ttft", "tokens", "flip")  # interference first: it wants an empty cache
+ORDER = ("interference", "ttft", "timeline", "tokens", "flip")  # interference first: it wants an empty cache
 LEAST_S, END_S = 75.0, 15.0  # for an engine to be worth starting; for it to be stopped
 
 
 def parts_of(asked: list[str], model: str, mode: str) -> list[str]:
     """Those that make sense there: vLLM 0.26 with several groups stops when a load fails."""
-    ours = {"tokens", "flip"} if model != "hybrid" else {"tokens"}
+    ours = {"timeline", "tokens"} | ({"flip"} if model != "hybrid" else set())
     possible = {"interference", "ttft"} | (ours if mode == "kvcellar" else set())
     return [part for part in ORDER if part in asked and part in possible]
 
@@ -59,6 +60,8 @@ def run_engine(scale: Scale, args: argparse.Namespace, model: str, mode: str, li
     with site(scale, model, mode, small=args.small) as where:
         about = {"server_s": where.seconds, "cache_gib": where.job["cache_gib"]}
         job = where.job | {"parts": parts, "rounds": args.rounds, "prompts": args.prompts}
+        if "timeline" in parts:
+            job["transfer"]["kv_connector_module_path"] = "bench.gpu.noting"
         with Child(job, f"{model}-{mode}", log) as child:
             return about | child.wait(limit)
 
@@ -117,7 +120,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=[*ORDER, "pair"])
     parser.add_argument("--model", nargs="+", choices=CONFIGS, default=["llama8b"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["kvcellar"])
-    parser.add_argument("--rounds", type=int, default=3, help="of ttft; twice as many for short prompts")
+    parser.add_argument("--rounds", type=int, default=3, help="of ttft; five times as many for short prompts")
     parser.add_argument("--prompts", type=int, default=20, help="of tokens")
     parser.add_argument("--limit", type=float, default=270, help="seconds for one engine, its start included")
     parser.add_argument(

@@ -26,6 +26,8 @@ def print_report(entries: Entries) -> bool:
     """Whether everything is as it should be."""
     _print_ttft([entry for entry in entries if entry.get("rows")])
     _print_interference([entry for entry in entries if entry.get("interference")])
+    for entry in entries:
+        _print_timeline(entry)
     good = True
     for entry in entries:
         head = f"{entry['model']:8} {entry['mode']:10}"
@@ -81,6 +83,21 @@ def _print_interference(entries: Entries) -> None:
         worst = ", ".join(f"{phase['gap_max_ms']:.0f}" for phase in found.values())
         head = f"{entry['model']:8} {entry['mode']:10} {rates['alone']:10.0f}"
         print(f"{head} {loads} {rates['stores']:10.0f}   {worst}")
+
+
+def _print_timeline(entry: dict[str, Any]) -> None:
+    """Stages side by side, loaded and still on the GPU; `bus` is what the copies take at least."""
+    rows, rate = entry.get("timeline", []), entry.get("bus_gbps")
+    if not rows:
+        return
+    heads = "".join(f"{row['tokens']:>10} tokens" for row in rows)
+    print(f"{entry['model']}, ms: loaded / still on the GPU {heads}")
+    for stage in rows[0]["warm"]:
+        cells = [f"{row['warm'].get(stage, 0):7.2f} / {row['kept'].get(stage, 0):5.2f}" for row in rows]
+        print(f"  {stage:36} " + "  ".join(f"{cell:>15}" for cell in cells))
+    if rate:
+        cells = [f"{row['bytes'] / rate / 1e6:7.2f}" for row in rows]
+        print(f"  {'(bus alone)':36} " + "  ".join(f"{cell + ' ' * 8:>15}" for cell in cells))
 
 
 def _print_pair(head: str, pair: dict[str, Any]) -> None:

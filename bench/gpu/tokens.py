@@ -17,7 +17,7 @@ from bench.gpu.engine import Answer, Engine
 from bench.gpu.progress import say
 from kvcellar.slab import HEADER_MAGIC, OBJECT_HEADER, PAGE, SlabShape
 
-TOKENS = 6
+TOKENS = 4
 DRAWN = 3  # times as many prompts as are compared
 FAR = 16  # tokens at the beginning, changed to see that they count
 NEAR = 0.05  # nats between the two likeliest tokens

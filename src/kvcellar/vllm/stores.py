@@ -19,8 +19,9 @@ from kvcellar.slab import NO_PLACE
 from kvcellar.vllm.jobs import Job, group_copy
 from kvcellar.vllm.tracked import Tracked
 
-# Blocks that stores may hold, as a share of the pool.
-_HELD_SHARE = 4
+# Blocks that stores may hold, as a share of the pool. vLLM hears of a store that is over up to three steps
+# later, so what three steps compute must fit; the requests hold most of it anyway, as long as they run.
+_HELD_SHARE = 2
 # How long blocks are held for a server that does not say where to put them.
 _RESERVE_S = 2.0
 

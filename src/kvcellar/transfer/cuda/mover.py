@@ -28,7 +28,7 @@ from kvcellar.transfer.geometry import FEW_PIECES, block_shape
 from kvcellar.transfer.kernels import BYTE, WORD, move, warm_up
 from kvcellar.transfer.mover import Rows
 from kvcellar.transfer.slots import Slot, Slots, Stamp, check_keys, check_places, find_slots
-from kvcellar.transfer.steps import check_blocks, check_targets
+from kvcellar.transfer.steps import BlockIds, check_blocks, check_targets
 
 log = logging.getLogger(__name__)
 
@@ -131,11 +131,9 @@ class CudaMover:
 
     def store(self, rows: Sequence[Rows], slots: Slots, after: Any) -> None:
         """Copy each row's blocks into its slot, then write the slot's header."""
-        self._check_rows(rows)
-        if any((part.plan.blocks == SKIP).any() for part in rows):
-            raise BadRequest("a store that skips a block: an object is never stored in part")
+        torch.cuda.set_device(self.device)
         found: list[list[Slot]] = [[] for _ in rows]
-        with self._stores.running([part.plan.blocks for part in rows], after) as run:
+        with self._stores.running(lambda: self._sources(rows), after) as run:
             for number, part in enumerate(rows):
                 for _, places, launch in self._batches(run, number, part, slots, load=False):
                     found[number] += places
@@ -151,11 +149,9 @@ class CudaMover:
         A row fails when its slot holds another object, or bytes that do not match their checksum; its blocks
         then hold garbage.
         """
-        self._check_rows(rows)
-        for part in rows:
-            check_targets(part.plan.blocks)
+        torch.cuda.set_device(self.device)
         promised: list[list[int | None]] = [[] for _ in rows]
-        with self._loads.running([part.plan.blocks for part in rows], after) as run:
+        with self._loads.running(lambda: self._targets(rows), after) as run:
             for number, part in enumerate(rows):
                 stamp = self._groups[part.plan.group].stamp
                 for some, places, launch in self._batches(run, number, part, slots, load=True):
@@ -179,13 +175,25 @@ class CudaMover:
         sizes = [self.object_bytes(part.plan.group) for part in rows]
         return [sum64.finish(sums, size).tolist() for sums, size in zip(run.added, sizes, strict=True)]
 
-    def _check_rows(self, rows: Sequence[Rows]) -> None:
-        torch.cuda.set_device(self.device)
+    def _sources(self, rows: Sequence[Rows]) -> list[BlockIds]:
+        """The blocks to store, once they are known to be in order."""
+        if any((part.plan.blocks == SKIP).any() for part in rows):
+            raise BadRequest("a store that skips a block: an object is never stored in part")
+        return self._checked(rows)
+
+    def _targets(self, rows: Sequence[Rows]) -> list[BlockIds]:
+        """The blocks to load into, likewise."""
+        for part in rows:
+            check_targets(part.plan.blocks)
+        return self._checked(rows)
+
+    def _checked(self, rows: Sequence[Rows]) -> list[BlockIds]:
         for plan, keys in rows:
             group = self._groups[plan.group]
             check_blocks(plan.blocks, len(plan.stripes), group.layout, group.num_blocks)
             check_keys(keys, len(plan.stripes))
             check_places(plan.stripes.tolist())
+        return [part.plan.blocks for part in rows]
 
     def _batches(
         self, run: Run, number: int, rows: Rows, slots: Slots, *, load: bool
@@ -202,9 +210,7 @@ class CudaMover:
             if self._pins is not None:
                 self._pins.ensure(_pieces(addresses, places[some.start :], group.slot_bytes))
             for part in group.parts:
-                kernel = functools.partial(
-                    self._kernel, group, part, run.blocks[number], run.sums[number], some, load
-                )
+                kernel = functools.partial(self._kernel, group, part, run, number, some, load)
                 starts = [address + part.start for address in addresses]
                 spans = _spans(starts, places[some.start :], part.stop - part.start, group.slot_bytes)
                 yield some, found if part.start == 0 else [], (spans, kernel)
@@ -213,18 +219,18 @@ class CudaMover:
         self,
         group: _Group,
         part: Part,
-        blocks: torch.Tensor,
-        sums: torch.Tensor,
+        run: Run,
+        number: int,
         some: range,
         load: bool,
         staging: torch.Tensor,
     ) -> None:
         move(
             part.table,
-            blocks,
+            run.sent.blocks[number],
             some,
             staging,
-            sums,
+            run.sent.sums[number],
             group.weights,
             part.start,
             part.stop - part.start,

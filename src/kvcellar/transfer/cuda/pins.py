@@ -70,6 +70,10 @@ class Pins:
                     time.sleep(_PAUSE_S)
                 elif not wanted:
                     self._unlock(address)
+            if wanted and self._todo.empty():
+                with self._locking:
+                    size = sum(self._pieces[address][0] for address in self._locked)
+                log.info("KVCellar: %.1f GiB of the cache are page-locked", size / (1 << 30))
 
     def _addresses(self, slab: Slab) -> list[int]:
         known = list(self._pieces.items())  # in one go: others add to it meanwhile

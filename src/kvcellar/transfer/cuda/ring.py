@@ -6,8 +6,9 @@ of objects: whoever calls says what a kernel does with a buffer.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,12 +27,57 @@ _TO_HOST = cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
 
 
 class Run:
-    """One call: block tables and sums on the GPU, by group; at its end, the sums here."""
+    """One call: what its kernels work with, sent when first asked for; at its end, what they added up."""
 
-    def __init__(self, blocks: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]) -> None:
-        self.blocks = blocks
-        self.sums = sums
+    def __init__(self, send: Callable[[], "Sent"]) -> None:
+        self._send = send
         self.added: list[sum64.Words] = []
+
+    @functools.cached_property
+    def sent(self) -> "Sent":
+        return self._send()
+
+
+class Sent(NamedTuple):
+    """Block tables and sums on the GPU, by group."""
+
+    blocks: Sequence[torch.Tensor]
+    sums: Sequence[torch.Tensor]
+
+
+class _Tables:
+    """What the kernels of a run read and add to: all its sums, then all its block ids, here and on the GPU.
+
+    Kept from run to run: allocating page-locked memory takes longer than copying it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._grow(1 << 14)
+
+    def _grow(self, words: int) -> None:
+        self._here = torch.empty(words, dtype=torch.int64, pin_memory=True)
+        self._there = torch.empty(words, dtype=torch.int64, device=self._device)
+
+    def send(self, tables: Sequence[BlockIds]) -> Sent:
+        """On the current stream."""
+        rows = [len(table) for table in tables]
+        words = sum(rows) + sum(table.size for table in tables)
+        if words > len(self._here):
+            self._grow(1 << (words - 1).bit_length())
+        here = self._here.numpy()[:words]
+        here[: sum(rows)] = 0
+        np.concatenate([table.reshape(-1) for table in tables], out=here[sum(rows) :])
+        there = self._there[:words].copy_(self._here[:words], non_blocking=True)
+        sums, *blocks = there.split([sum(rows), *(table.size for table in tables)])
+        shaped = [part.view(table.shape) for part, table in zip(blocks, tables, strict=True)]
+        return Sent(shaped, sums.split(rows))
+
+    def fetch(self, sent: Sent) -> list[sum64.Words]:
+        """The sums, on the current stream: they are here when what is launched now has run."""
+        rows = [len(sums) for sums in sent.sums]
+        self._here[: sum(rows)].copy_(self._there[: sum(rows)], non_blocking=True)
+        return np.split(self._here.numpy()[: sum(rows)].view(np.uint64), np.cumsum(rows)[:-1])
 
 
 class _Buffer:
@@ -46,39 +92,34 @@ class Ring:
 
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:
         self.buffer_bytes = buffer_bytes
-        self._device = device
         self._dma = torch.cuda.Stream(device)
         # Ahead of the engine's kernels: ours are short, and the bus waits for them.
         self._work = torch.cuda.Stream(device, priority=-1)
         self._buffers = [_Buffer(device, buffer_bytes) for _ in range(BUFFERS)]
+        self._tables = _Tables(device)
+        self._done = torch.cuda.Event(blocking=True)
         self._turn = 0
 
     @contextlib.contextmanager
-    def running(self, tables: Sequence[BlockIds], after: torch.cuda.Event | None) -> Iterator[Run]:
-        """From what the kernels read to what they have added up. Whatever happens in between, afterwards
-        nothing is under way any more.
+    def running(
+        self, tables: Callable[[], Sequence[BlockIds]], after: torch.cuda.Event | None
+    ) -> Iterator[Run]:
+        """From the first copy to what the kernels have added up. `tables` is asked for when the first kernel
+        is about to be launched: a load's first copy is under way by then. Whatever happens in between,
+        afterwards nothing is.
         """
         if after is not None:
             self._work.wait_event(after)
             self._dma.wait_event(after)
-        flat = torch.from_numpy(np.concatenate([table.reshape(-1) for table in tables])).pin_memory()
-        rows = [len(table) for table in tables]
         with torch.cuda.stream(self._work):
-            blocks = flat.to(self._device, non_blocking=True)
-            sums = torch.zeros(sum(rows), dtype=torch.int64, device=self._device)
-            by_group = blocks.split([table.size for table in tables])
-            shaped = [part.view(table.shape) for part, table in zip(by_group, tables, strict=True)]
-            run = Run(shaped, sums.split(rows))
+            run = Run(lambda: self._tables.send(tables()))
             try:
                 yield run
+                run.added = self._tables.fetch(run.sent)
             finally:
                 self._work.wait_stream(self._dma)
-                added = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True)
-                added.copy_(sums, non_blocking=True)
-                done = torch.cuda.Event(blocking=True)
-                done.record()
-                done.synchronize()
-        run.added = np.split(added.numpy().view(np.uint64), np.cumsum(rows)[:-1])
+                self._done.record()
+                self._done.synchronize()
 
     def load(self, spans: Sequence[Span], scatter: Callable[[torch.Tensor], None]) -> None:
         """Bytes at these addresses into a buffer, and out of it."""

@@ -1,0 +1,81 @@
+"""KVCellar's connector, whose calls leave a line each in a file. See timeline.py."""
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvcellar.transfer import HostMover
+from kvcellar.vllm import connector
+from kvcellar.vllm.connector import _Facade as Facade
+
+FILE = "KVCELLAR_BENCH_TIMELINE"  # in the environment
+
+try:
+    from kvcellar.transfer.cuda.mover import CudaMover
+    from kvcellar.transfer.cuda.ring import Ring
+except ImportError:  # vLLM for CPU
+    CudaMover = Ring = None  # type: ignore[assignment,misc]
+
+
+@functools.cache
+def _file() -> int:
+    return os.open(os.environ[FILE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+
+def _note(moment: str) -> None:
+    os.write(_file(), f"{time.monotonic()} {moment}\n".encode())
+
+
+def _noting(method: Callable[..., Any], before: str = "", after: str = "") -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if before:
+            _note(before)
+        result = method(*args, **kwargs)
+        if after:
+            _note(after)
+        return result
+
+    return call
+
+
+if Ring is None:
+    HostMover.load = _noting(HostMover.load, "copying", "copied")  # type: ignore[method-assign]
+else:
+    Ring.load = _noting(Ring.load, "copying")  # type: ignore[method-assign]
+    CudaMover.load = _noting(CudaMover.load, after="copied")  # type: ignore[method-assign]
+
+
+class _Noting(Facade):
+    """Put before a connector's class."""
+
+    get_num_new_matched_tokens = _noting(Facade.get_num_new_matched_tokens, "offer", "offered")
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata: Any = self._get_connector_metadata()
+        if metadata.loads:
+            _note("load")
+        if not metadata.idle:
+            _note("forward")
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        if results.finished_recving:
+            _note("told")
+        return results
+
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        finished = super().get_finished(finished_req_ids)
+        if finished[1]:
+            _note("told")
+        return finished
+
+
+class KVCellarConnector(_Noting, connector.KVCellarConnector):
+    pass
+
+
+class KVCellarHybridConnector(_Noting, connector.KVCellarHybridConnector):
+    pass

@@ -1,0 +1,69 @@
+"""Where the time of a load goes, from a request's arrival to its first token.
+
+Asks for prompts that are in the cache, and reads what noting.py, in the engine's process, has noted of them:
+a moment per stage, which ends where the next begins. CLOCK_MONOTONIC is the same for all processes.
+"""
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.engine import Engine
+from bench.gpu.progress import say
+from bench.gpu.shapes import kv_bytes
+from bench.gpu.ttft import settle
+
+ROUNDS = 9
+
+# A stage, and the moment with which it ends. A prompt that is still on the GPU does not go through all.
+STAGES = (
+    ("request to the engine", "offer"),
+    ("lookup", "offered"),
+    ("blocks, metadata, hand-over", "load"),
+    ("until a copy is launched", "copying"),
+    ("copies", "copied"),
+    ("telling vLLM", "told"),
+    ("vLLM acts on it", "forward"),
+    ("forward, and the answer back", "answer"),
+)
+
+
+def measure(engine: Engine, file: Path) -> list[dict[str, Any]]:
+    rows = []
+    for tokens in engine.scale.lengths[:3]:
+        warm, kept = [], []
+        for _ in range(ROUNDS):
+            prompt = engine.prompt(tokens)
+            engine.forget()
+            engine.run(prompt)
+            settle(tokens)
+            engine.forget()
+            warm.append(_stages(engine, prompt, file))
+            kept.append(_stages(engine, prompt, file))
+        row = {"tokens": tokens, "bytes": kv_bytes(engine.model, tokens)}
+        rows.append(row | {"warm": _medians(warm), "kept": _medians(kept)})
+        say(f"{tokens} tokens: " + ", ".join(f"{name} {ms:.2f}" for name, ms in rows[-1]["warm"].items()))
+    return rows
+
+
+def _stages(engine: Engine, prompt: list[int], file: Path) -> dict[str, float]:
+    """Milliseconds of each stage that this request went through."""
+    file.write_text("")
+    last = begun = time.monotonic()
+    engine.run(prompt)
+    ended = time.monotonic()
+    moments: dict[str, float] = {"answer": ended}
+    for line in file.read_text().splitlines():
+        at, moment = line.split()
+        moments.setdefault(moment, float(at))  # the first of each
+    stages = {}
+    for stage, moment in STAGES:
+        if moment in moments:
+            stages[stage] = (moments[moment] - last) * 1e3
+            last = moments[moment]
+    return stages | {"all": (ended - begun) * 1e3}
+
+
+def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in rounds if name in one) for name in rounds[-1]}
