@@ -22,14 +22,12 @@ class _Error(enum.IntEnum):
     cudaSuccess = 0
 
 
-class _Kind(enum.IntEnum):
-    cudaMemcpyHostToDevice = 1
-    cudaMemcpyDeviceToHost = 2
+def _to_gpu(gpu: int, host: int, size: int, stream: int, *, locked: bool) -> None:
+    ctypes.memmove(gpu, host, size)
 
 
-def _copy(target: int, source: int, size: int, kind: _Kind, stream: int) -> tuple[_Error]:
-    ctypes.memmove(target, source, size)
-    return (_Error.cudaSuccess,)
+def _to_host(gpu: int, host: int, size: int, stream: int, *, locked: bool) -> None:
+    ctypes.memmove(host, gpu, size)
 
 
 def _nothing(*arguments: Any) -> tuple[_Error]:
@@ -47,16 +45,14 @@ class _Ordered:
     def wait(self, *arguments: Any) -> None:
         pass
 
-    wait_event = wait_stream = record = synchronize = wait
+    wait_event = wait_stream = record = synchronize = hold_up = wait
 
 
 def install() -> None:
     runtime = types.ModuleType("cuda.bindings.runtime")
     vars(runtime).update(
         cudaError_t=_Error,
-        cudaMemcpyKind=_Kind,
         cudaHostRegisterPortable=1,
-        cudaMemcpyAsync=_copy,
         cudaHostRegister=_nothing,
         cudaHostUnregister=_nothing,
         cudaGetLastError=_nothing,
@@ -65,6 +61,11 @@ def install() -> None:
     vars(bindings).update(runtime=runtime)
     vars(cuda).update(bindings=bindings)
     sys.modules |= {"cuda": cuda, "cuda.bindings": bindings, "cuda.bindings.runtime": runtime}
+    driver = types.ModuleType("kvcellar.transfer.cuda.driver")
+    vars(driver).update(
+        copy_to_gpu=_to_gpu, copy_to_host=_to_host, enter=_nothing, Event=_Ordered, Kernel=_Ordered
+    )
+    sys.modules[driver.__name__] = driver
     empty = torch.empty
     changes: dict[str, Any] = {
         "Stream": _Ordered,

@@ -10,6 +10,7 @@ It moves units of 8 bytes, the words of sum64, where everything in the table is 
 bytes where anything is not: slower, and the same sum, since a byte is a part of its word.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -102,15 +103,15 @@ def move(
     load: bool,
     unit: int = WORD,
     check: bool = True,
-) -> None:
+) -> Any:
     """Move some rows of `blocks` (chunks x positions) to or from `staging`, adding up their sums.
 
     `staging` holds one part of each object, which starts at byte `part_start` of it, every `staged_bytes`.
-    `unit` may be WORD where everything in the table is a multiple of it.
+    `unit` may be WORD where everything in the table is a multiple of it. Returns the kernel, as compiled.
     """
     per_chunk = blocks.shape[1]
     grid = (table.shape[0], len(chunks) * per_chunk)
-    _move[grid](
+    return _move[grid](
         table,
         blocks,
         staging.view(_UNITS[unit]),
@@ -129,10 +130,19 @@ def move(
     )
 
 
-def warm_up(device: torch.device, unit: int = WORD) -> None:
-    """Compile what will be needed: a second or two that no request should wait for."""
+@functools.cache
+def compiled(device: torch.device, *, load: bool, unit: int = WORD, check: bool = True) -> Any:
+    """The kernel for that, compiled: a second or two that no request should wait for."""
     words = torch.zeros(2 * 512, dtype=torch.int64, device=device)
     table = torch.tensor([[words.data_ptr(), 4096, 4096, 0, 4096]], dtype=torch.int64, device=device)
     blocks = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    weights = (words, words)
+    return move(
+        table, blocks, range(1), words[512:], words, weights, 0, 4096, load=load, unit=unit, check=check
+    )
+
+
+def warm_up(device: torch.device) -> None:
+    """Compile what most need."""
     for load in (True, False):
-        move(table, blocks, range(1), words[512:], words, (words, words), 0, 4096, load=load, unit=unit)
+        compiled(device, load=load)

@@ -12,7 +12,7 @@ Knows no leases: the caller holds slots and blocks as long as a call runs. One c
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,10 +22,11 @@ from kvcellar.errors import BadRequest
 from kvcellar.identity import SKIP, LayoutDesc, Namespace, layout_of
 from kvcellar.slab import Place, slot_of
 from kvcellar.transfer import sum64
+from kvcellar.transfer.cuda.launch import Launch
 from kvcellar.transfer.cuda.pins import Pins, slots_locked_together
-from kvcellar.transfer.cuda.ring import BUFFERS, Ring, Run, Span
+from kvcellar.transfer.cuda.ring import BUFFERS, Kernel, Ring, Run, Span
 from kvcellar.transfer.geometry import FEW_PIECES, block_shape
-from kvcellar.transfer.kernels import BYTE, WORD, move, warm_up
+from kvcellar.transfer.kernels import BYTE, WORD
 from kvcellar.transfer.mover import Rows
 from kvcellar.transfer.slots import Slot, Slots, Stamp, check_keys, check_places, find_slots
 from kvcellar.transfer.steps import BlockIds, check_blocks, check_targets
@@ -38,9 +39,10 @@ TableRow = tuple[int, int, int, int, int]  # see kernels.py
 class Part(NamedTuple):
     """Layers of an object that are staged together."""
 
-    table: torch.Tensor  # see kernels.py
     start: int  # bytes of the object
     stop: int
+    load: Launch
+    store: Launch
 
 
 class _Group:
@@ -63,7 +65,7 @@ class _Group:
         self.weights = (_to_gpu(rows, device), _to_gpu(sum64.COLUMN, device))
         self.parts: list[Part] = []
 
-    def stage_in(self, buffer_bytes: int) -> None:
+    def stage_in(self, buffer_bytes: int, *, check: bool) -> None:
         """Cut objects into parts that fit a staging buffer, each of whole layers."""
         ends = [*self.layout.layer_offsets()[1:], self.layout.object_bytes]
         start, rows = 0, []
@@ -71,9 +73,24 @@ class _Group:
             rows += self.rows[number]
             following = ends[min(number + 1, len(ends) - 1)]
             if number + 1 == len(ends) or following - start > buffer_bytes:
-                table = torch.tensor(rows, dtype=torch.int64, device=self.layers[0].device)
-                self.parts.append(Part(table, start, end))
+                self.parts.append(self._part(rows, start, end, check=check))
                 start, rows = end, []
+
+    def _part(self, rows: list[TableRow], start: int, stop: int, *, check: bool) -> Part:
+        table = torch.tensor(rows, dtype=torch.int64, device=self.layers[0].device)
+        both = [
+            Launch(
+                table,
+                self.weights,
+                self.layout.blocks_per_chunk,
+                range(start, stop),
+                load=load,
+                unit=self.unit,
+                check=check,
+            )
+            for load in (True, False)
+        ]
+        return Part(start, stop, *both)
 
     @property
     def largest_layer(self) -> int:
@@ -108,14 +125,13 @@ class CudaMover:
         self._loads = Ring(self.device, buffer_bytes)
         self._stores = Ring(self.device, buffer_bytes)
         for group in self._groups:
-            group.stage_in(buffer_bytes)
+            group.stage_in(buffer_bytes, check=check)
         self._tell_what_is_slow()
 
     def _tell_what_is_slow(self) -> None:
         """Once per engine: what works, but not as fast as the bus."""
         if any(group.unit == BYTE for group in self._groups):
             log.warning("KVCellar: copies will be slow, KV is not in whole, aligned words of 8 bytes")
-            warm_up(self.device, BYTE)
         pieces = max(len(rows) for group in self._groups for rows in group.rows)
         if pieces > FEW_PIECES:
             log.warning("KVCellar: copies will be slow, a block's KV is in %d pieces", pieces)
@@ -197,7 +213,7 @@ class CudaMover:
 
     def _batches(
         self, run: Run, number: int, rows: Rows, slots: Slots, *, load: bool
-    ) -> Iterator[tuple[range, list[Slot], tuple[Sequence[Span], Callable[[torch.Tensor], None]]]]:
+    ) -> Iterator[tuple[range, list[Slot], tuple[Sequence[Span], Kernel]]]:
         """What fits a buffer, one after the other: the rows, their slots where they are first met, and what
         the ring needs. Slots are looked up here and not before, while the bus is busy with earlier ones.
         """
@@ -209,35 +225,17 @@ class CudaMover:
             addresses = [slot.payload.ctypes.data for slot in found]
             if self._pins is not None:
                 self._pins.ensure(_pieces(addresses, places[some.start :], group.slot_bytes))
+                self._loads.locked = self._stores.locked = self._pins.all_locked
             for part in group.parts:
-                kernel = functools.partial(self._kernel, group, part, run, number, some, load)
+                launch = part.load if load else part.store
+                kernel = functools.partial(_launch, launch, run, number, some)
                 starts = [address + part.start for address in addresses]
                 spans = _spans(starts, places[some.start :], part.stop - part.start, group.slot_bytes)
                 yield some, found if part.start == 0 else [], (spans, kernel)
 
-    def _kernel(
-        self,
-        group: _Group,
-        part: Part,
-        run: Run,
-        number: int,
-        some: range,
-        load: bool,
-        staging: torch.Tensor,
-    ) -> None:
-        move(
-            part.table,
-            run.sent.blocks[number],
-            some,
-            staging,
-            run.sent.sums[number],
-            group.weights,
-            part.start,
-            part.stop - part.start,
-            load=load,
-            unit=group.unit,
-            check=self._check,
-        )
+
+def _launch(launch: Launch, run: Run, number: int, some: range, staging: torch.Tensor, stream: int) -> None:
+    launch(run.sent, number, some, staging, stream)
 
 
 def _pieces(addresses: list[int], places: list[int], slot_bytes: int) -> set[int]:

@@ -39,6 +39,7 @@ class Pins:
         self._todo: queue.SimpleQueue[tuple[bool, Slab]] = queue.SimpleQueue()
         self._pieces: dict[int, tuple[int, Slab]] = {}  # by address: bytes
         self._locked: set[int] = set()
+        self.all_locked = True  # none was refused
         self._locking = threading.Lock()
         threading.Thread(target=self._run, name="kvcellar-pins", daemon=True).start()
 
@@ -90,6 +91,7 @@ class Pins:
             if error != cudart.cudaError_t.cudaSuccess:
                 log.warning("KVCellar: copies will be slow, cannot page-lock memory: %s", error.name)
                 cudart.cudaGetLastError()  # it would surface in somebody else's call
+                self.all_locked = False
             # Also when it was refused: it would be again.
             self._locked.add(address)
 

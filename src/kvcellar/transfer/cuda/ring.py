@@ -8,22 +8,23 @@ of objects: whoever calls says what a kernel does with a buffer.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from cuda.bindings import runtime as cudart
 
-from kvcellar.errors import CellarError
 from kvcellar.transfer import sum64
+from kvcellar.transfer.cuda import driver
 from kvcellar.transfer.steps import BlockIds
 
 BUFFERS = 2  # one is moved by a kernel while the other is on the bus
 
-Span = tuple[int, int]  # address and bytes on the host
+# So many buffers are launched in one go, which holds the GIL, and twice as many are under way at most: enough
+# for the bus to go on while this thread is woken.
+_PACE = 8
 
-_TO_GPU = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
-_TO_HOST = cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
+Span = tuple[int, int]  # address and bytes on the host
+Kernel = Callable[[torch.Tensor, int], None]  # what to do with a buffer, on a stream
 
 
 class Run:
@@ -83,21 +84,26 @@ class _Tables:
 class _Buffer:
     def __init__(self, device: torch.device, size: int) -> None:
         self.words = torch.empty(size // 8, dtype=torch.int64, device=device)
-        self.copied = torch.cuda.Event()  # to or from the host
-        self.moved = torch.cuda.Event()  # by a kernel
+        self.address = self.words.data_ptr()
+        self.copied = driver.Event()  # to or from the host
+        self.moved = driver.Event()  # by a kernel
 
 
 class Ring:
     """The staging buffers of one direction: all DMA on one stream, all kernels on another."""
 
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:
+        driver.enter(device)
         self.buffer_bytes = buffer_bytes
+        self.locked = True  # whether all host memory is page-locked
+        self._device = device
         self._dma = torch.cuda.Stream(device)
         # Ahead of the engine's kernels: ours are short, and the bus waits for them.
         self._work = torch.cuda.Stream(device, priority=-1)
         self._buffers = [_Buffer(device, buffer_bytes) for _ in range(BUFFERS)]
         self._tables = _Tables(device)
-        self._done = torch.cuda.Event(blocking=True)
+        self._done = driver.Event()
+        self._paces = [driver.Event(), driver.Event()]
         self._turn = 0
 
     @contextlib.contextmanager
@@ -108,6 +114,7 @@ class Ring:
         is about to be launched: a load's first copy is under way by then. Whatever happens in between,
         afterwards nothing is.
         """
+        driver.enter(self._device)
         if after is not None:
             self._work.wait_event(after)
             self._dma.wait_event(after)
@@ -118,40 +125,44 @@ class Ring:
                 run.added = self._tables.fetch(run.sent)
             finally:
                 self._work.wait_stream(self._dma)
-                self._done.record()
+                self._done.record(self._work.cuda_stream)
                 self._done.synchronize()
 
-    def load(self, spans: Sequence[Span], scatter: Callable[[torch.Tensor], None]) -> None:
+    def load(self, spans: Sequence[Span], scatter: Kernel) -> None:
         """Bytes at these addresses into a buffer, and out of it."""
-        buffer = self._next()
-        self._dma.wait_event(buffer.moved)
-        _copy(buffer.words.data_ptr(), spans, self._dma, _TO_GPU)
-        buffer.copied.record(self._dma)
-        self._work.wait_event(buffer.copied)
-        scatter(buffer.words)
-        buffer.moved.record(self._work)
+        buffer, dma, work = self._next(), self._dma.cuda_stream, self._work.cuda_stream
+        buffer.moved.hold_up(dma)
+        gpu = buffer.address
+        for host, size in spans:
+            driver.copy_to_gpu(gpu, host, size, dma, locked=self.locked)
+            gpu += size
+        buffer.copied.record(dma)
+        buffer.copied.hold_up(work)
+        scatter(buffer.words, work)
+        buffer.moved.record(work)
+        self._pace(work)
 
-    def store(self, spans: Sequence[Span], gather: Callable[[torch.Tensor], None]) -> None:
+    def store(self, spans: Sequence[Span], gather: Kernel) -> None:
         """Bytes into a buffer, and out of it to these addresses."""
-        buffer = self._next()
-        self._work.wait_event(buffer.copied)
-        gather(buffer.words)
-        buffer.moved.record(self._work)
-        self._dma.wait_event(buffer.moved)
-        _copy(buffer.words.data_ptr(), spans, self._dma, _TO_HOST)
-        buffer.copied.record(self._dma)
+        buffer, dma, work = self._next(), self._dma.cuda_stream, self._work.cuda_stream
+        buffer.copied.hold_up(work)
+        gather(buffer.words, work)
+        buffer.moved.record(work)
+        buffer.moved.hold_up(dma)
+        gpu = buffer.address
+        for host, size in spans:
+            driver.copy_to_host(gpu, host, size, dma, locked=self.locked)
+            gpu += size
+        buffer.copied.record(dma)
+        self._pace(dma)
 
     def _next(self) -> "_Buffer":
-        self._turn = (self._turn + 1) % BUFFERS
-        return self._buffers[self._turn]
+        self._turn += 1
+        return self._buffers[self._turn % BUFFERS]
 
-
-def _copy(gpu: int, spans: Sequence[Span], stream: torch.cuda.Stream, kind: Any) -> None:
-    """Between a staging buffer and host memory."""
-    raw = stream.cuda_stream
-    for host, size in spans:
-        pair = (gpu, host) if kind is _TO_GPU else (host, gpu)
-        (error,) = cudart.cudaMemcpyAsync(*pair, size, kind, raw)
-        if error != cudart.cudaError_t.cudaSuccess:
-            raise CellarError(f"a copy of {size} bytes was refused: {error.name}")
-        gpu += size
+    def _pace(self, stream: int) -> None:
+        """Not too far ahead of what is over on this stream."""
+        if self._turn % _PACE == 0:
+            self._paces[0].record(stream)
+            self._paces[1].synchronize()
+            self._paces.reverse()

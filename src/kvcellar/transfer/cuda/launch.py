@@ -1,0 +1,94 @@
+"""Launches the kernel between blocks and staging, for one part of a group's objects and one direction.
+
+What is the same in every launch is looked up once. Then the driver is called directly: Triton's own way takes
+25 us and lets go of the GIL (see driver.py). Where a compiled kernel is not as expected, and under Triton's
+interpreter, it is Triton's own way.
+"""
+
+import logging
+from typing import Any
+
+import torch
+
+from kvcellar.transfer.cuda import driver
+from kvcellar.transfer.cuda.ring import Sent
+from kvcellar.transfer.kernels import compiled, move
+
+log = logging.getLogger(__name__)
+
+_TYPES = ("*i64", "*i64", None, "*i64", "*i64", "*i64", "i32", "i32", "i32", "i32")  # None: by the unit
+_WARP = 32
+
+
+class Launch:
+    def __init__(
+        self,
+        table: torch.Tensor,
+        weights: tuple[torch.Tensor, torch.Tensor],
+        per_chunk: int,
+        part: range,
+        *,
+        load: bool,
+        unit: int,
+        check: bool,
+    ) -> None:
+        self._table, self._weights, self._per_chunk, self._part = table, weights, per_chunk, part
+        self._how: dict[str, Any] = {"load": load, "unit": unit, "check": check}
+        self._kernel = _direct(compiled(table.device, **self._how), part.stop)
+        self._rows, self._address = len(table), table.data_ptr()
+        self._more = [tensor.data_ptr() for tensor in weights]
+
+    def __call__(self, sent: Sent, group: int, chunks: range, staging: torch.Tensor, stream: int) -> None:
+        """On that stream, which is also torch's current one. `chunks`: rows of the group's block table."""
+        blocks, sums = sent.blocks[group], sent.sums[group]
+        part = self._part
+        if self._kernel is None:
+            move(
+                self._table,
+                blocks,
+                chunks,
+                staging,
+                sums,
+                self._weights,
+                part.start,
+                len(part),
+                **self._how,
+            )
+            return
+        self._kernel.launch(
+            self._rows,
+            len(chunks) * self._per_chunk,
+            stream,
+            self._address,
+            blocks.data_ptr(),
+            staging.data_ptr(),
+            sums.data_ptr(),
+            *self._more,
+            chunks.start,
+            self._per_chunk,
+            part.start,
+            len(part),
+        )
+
+
+def _direct(kernel: Any, most: int) -> driver.Kernel | None:
+    """The compiled kernel for the driver, if it is one that takes what we give it."""
+    if kernel is None:  # interpreted
+        return None
+    try:
+        types = [kind for kind in kernel.src.signature.values() if kind != "constexpr"]
+        about = kernel.metadata
+        plain = (
+            about.num_ctas == 1
+            and not about.global_scratch_size
+            and not getattr(about, "profile_scratch_size", 0)
+        )
+        expected = len(types) == len(_TYPES) and all(
+            want in {None, got} for want, got in zip(_TYPES, types, strict=True)
+        )
+        if plain and expected and most < 1 << 31:
+            return driver.Kernel(kernel.function, about.num_warps * _WARP, about.shared, len(types))
+    except AttributeError as error:
+        log.info("KVCellar: a version of Triton that is not known: %s", error)
+    log.warning("KVCellar: launching through Triton: beside loads and stores, the engine will be slower")
+    return None
