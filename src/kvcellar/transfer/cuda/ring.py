@@ -19,9 +19,9 @@ from kvcellar.transfer.steps import BlockIds
 
 BUFFERS = 2  # one is moved by a kernel while the other is on the bus
 
-# So many buffers are launched in one go, which holds the GIL for a millisecond, and twice as many are under way
-# at most. Each pause is a change of the GIL's hands: with 2 in a go a thread that launches small kernels beside
-# loads took 1.9 times as long, with 8 1.5 and with 32 1.2, as with no Python at all (H200).
+# So many buffers are launched in one go, which holds the GIL for a millisecond, and twice as many are under
+# way at most. Each pause is a change of the GIL's hands: with 2 in a go a thread that launches small kernels
+# beside loads took 1.9 times as long, with 8 1.5, and with 32 1.2, as with no Python at all (H200).
 _PACE = 32
 
 Span = tuple[int, int]  # address and bytes on the host
