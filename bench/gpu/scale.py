@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 from bench.gpu.shapes import CONFIGS, WEIGHT_BYTES, stored_bytes
 
-# What the pool of an engine has room for where engines take turns. KVCellar lets stores hold half of it, and
-# what three steps compute must fit there. With several groups, layers with a window need little of a long
-# prompt, but each step adds to all of them: their steps are shorter, or the pool would be twice as large.
-_TURNS_TOKENS = {"llama8b": 102_400, "mla": 102_400, "hybrid": 36_000}
-_TURNS_STEP = {"hybrid": 4_096}
+# Where engines take turns: tokens of a step, and tokens of all layers that the pool has room for. Of a long
+# prompt it must hold all (layers with a window only some), and half of it, which KVCellar lets stores hold,
+# must be what five steps compute: a store is over some steps later. 8,192 is the default of `vllm serve`;
+# with it, three engines of six groups would not fit the GPU.
+_TURNS = {"llama8b": (8_192, 90_000), "mla": (8_192, 90_000), "hybrid": (4_096, 42_000)}
 _BESIDE = 5_000_000_000  # bytes of the GPU that an engine takes beside weights and pool
 
 
@@ -53,17 +53,21 @@ class Scale(NamedTuple):
         """
         if not self.gpu:
             return {}
-        pool = stored_bytes(model, _TURNS_TOKENS[model])
-        steps = {"max_num_batched_tokens": _TURNS_STEP[model]} if model in _TURNS_STEP else {}
-        return {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": pool} | steps
+        step, pool = _TURNS[model]
+        return {
+            "gpu_memory_utilization": 0.05,
+            "kv_cache_memory_bytes": stored_bytes(model, pool),
+            "max_num_batched_tokens": step,
+            "max_num_seqs": 16,  # one is asked at a time: sampling is not to take memory for a thousand
+        }
 
     def turns_bytes(self, model: str) -> int:
         """What each of them takes of the GPU."""
-        return WEIGHT_BYTES[model] + stored_bytes(model, _TURNS_TOKENS[model]) + _BESIDE
+        return WEIGHT_BYTES[model] + stored_bytes(model, _TURNS[model][1]) + _BESIDE
 
     def turns_cache(self, model: str) -> tuple[int, int]:
         """GiB for each mode: what the longest prompt takes, and a bit; and what is better."""
-        least = (stored_bytes(model, self.long) * 115 // 100 >> 30) + 1
+        least = (stored_bytes(model, self.long) * 125 // 100 >> 30) + 1
         return least, max(least, self.turns_gib)
 
 
