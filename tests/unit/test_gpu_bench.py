@@ -9,6 +9,7 @@ import pytest
 from bench.gpu import plot, ttft
 from bench.gpu.engine import Answer
 from bench.gpu.prove import add, parts_of
+from bench.gpu.report import print_report
 from bench.gpu.scale import FULL
 from bench.gpu.shapes import CONFIGS, stored_bytes
 from bench.gpu.tokens import flip_everywhere, turned
@@ -73,6 +74,25 @@ def test_a_row_says_nothing_of_what_was_not_measured():
     assert ttft.row([{"cold": 3.0}], [], bus_ms=5.0) == {"cold": 3.0, "times": {"cold": [3.0]}}
     loaded = {"cold": 3.0, "warm": 2.0, "kept": 1.0, "cached": 9, "same": True}
     assert not {"floor", "over", "of_floor", "of_recompute"} & set(ttft.row([loaded], [], bus_ms=None))
+
+
+def test_the_table_has_the_modes_of_a_length_side_by_side_and_marks_the_fastest_load(capsys):
+    entries = []
+    for mode, warm in (("recompute", None), ("offload", 31.0), ("kvcellar", 30.0)):
+        one = {"cold": 50.0} | ({"warm": warm, "kept": 20.0, "cached": 9, "same": True} if warm else {})
+        rows = [{"tokens": tokens} | ttft.row([one], [{"cold": 50.0}], bus_ms=5.0) for tokens in (10, 20)]
+        entries.append({"model": "mla", "mode": mode, "rows": rows})
+    assert print_report(entries)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:7]]
+    assert lines == [
+        ["mla", tokens, *rest]
+        for tokens in ("10", "20")
+        for rest in (
+            ["recompute", "50.0", "1.000"],
+            ["offload", "50.0", "1.000", "31.0", "20.0", "25.0", "1.240", "6.0", "[9]"],
+            ["kvcellar", "50.0", "1.000", "30.0*", "20.0", "25.0", "1.200", "5.0", "[9]"],
+        )
+    ]
 
 
 @pytest.mark.parametrize(("model", "fit"), [("llama8b", 4), ("mla", 4), ("hybrid", 3)])
