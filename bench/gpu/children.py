@@ -1,7 +1,8 @@
 """Engines in processes of their own, with a time limit, and their server beside them.
 
 A job is a JSON file: what the child is to do, and where to put its result. It writes the result again after
-each part, so that one that hangs costs itself and not what was before it.
+each part, so that one that hangs costs itself and not what was before it. A child whose only part is TURNS
+does what it is told, one command after the other, and its result is the answer to the last one.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from bench.gpu.weights import plugin_path
 ROOT = Path(__file__).parents[2]
 _CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 TIMELINE = "timeline.txt"
+TURNS = "turns"
 _END_S = 25.0  # for an engine to leave by itself
 
 
@@ -37,11 +39,18 @@ class Site(NamedTuple):
     seconds: float  # until it was up
 
 
+def cache_gib(wanted: int) -> int:
+    """The same in all modes: what /dev/shm has room for, where KVCellar's memory is."""
+    gib = min(wanted, (shutil.disk_usage("/dev/shm").free >> 30) - 2)
+    if gib < wanted:
+        say(f"a cache of {gib} GiB instead of {wanted}: /dev/shm has no room for more")
+    return gib
+
+
 @contextlib.contextmanager
-def site(scale: Scale, model: str, mode: str, *, small: bool) -> Iterator[Site]:
+def site(scale: Scale, model: str, mode: str, gib: int, *, small: bool) -> Iterator[Site]:
     with tempfile.TemporaryDirectory(prefix="kvcellar-bench-") as name:
         folder = Path(name)
-        gib = min(scale.cache_gib, (shutil.disk_usage("/dev/shm").free >> 30) - 2)  # the same in all modes
         back = backing(mode, folder, gib, several_groups=model == "hybrid" and scale.gpu)
         begun = time.monotonic()
         with server(back, folder / "server.log") as process:
@@ -65,7 +74,8 @@ class Child:
     def __init__(self, job: dict[str, Any], name: str, log: Path) -> None:
         folder = Path(job["folder"])
         self._name, self._log = name, log
-        self._done = False
+        self._done = False  # it has nothing left to do, and will leave by itself
+        self._told = 0
         self.result_path = folder / f"{name}.result.json"
         path = folder / f"{name}.job.json"
         path.write_text(json.dumps(job | {"result": str(self.result_path)}))
@@ -85,8 +95,8 @@ class Child:
 
     def _pass_on(self) -> None:
         assert self._process.stdout is not None
-        with self._log.open("ab") as log:
-            for line in self._process.stdout:
+        with self._log.open("ab") as log, self._process.stdout as lines:
+            for line in lines:
                 log.write(line)
                 log.flush()
                 if line.startswith(MARK.encode()):
@@ -94,16 +104,37 @@ class Child:
 
     def wait(self, seconds: float) -> dict[str, Any]:
         """What it has found out: all of it, or as far as it came in the time."""
+        result = self._result("done", True, seconds)
+        result.pop("done", None)
+        return result
+
+    def tell(self, **command: Any) -> None:
+        """One command; its answer has to be heard before the next."""
+        assert self._process.stdin is not None
+        self._told += 1
+        self._process.stdin.write(json.dumps(command | {"number": self._told}).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def hear(self, seconds: float) -> dict[str, Any]:
+        """The answer to the last command; before there was one, what it says when it is up."""
+        answer = self._result("answered", self._told, seconds)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        answer.pop("answered")
+        return answer
+
+    def _result(self, key: str, value: Any, seconds: float) -> dict[str, Any]:
+        """As soon as it says so; after that time, or if the child has ended, with an error."""
         deadline = time.monotonic() + seconds
         result: dict[str, Any] = {}
-        while not result.get("done") and time.monotonic() < deadline:
-            gone = self._process.poll() is not None
+        while True:
+            last = self._process.poll() is not None or time.monotonic() > deadline
             with contextlib.suppress(FileNotFoundError):
                 result = json.loads(self.result_path.read_text())
-            if gone:
+            if last or result.get(key) == value:
                 break
-            time.sleep(0.1)
-        self._done = bool(result.pop("done", False))
+            time.sleep(0.02)
+        self._done = result.get(key) == value
         if not self._done:
             code = self._process.poll()
             result["error"] = f"no end within {seconds:.0f} s" if code is None else f"ended with {code}"

@@ -1,4 +1,4 @@
-"""The child of prove.py: one engine, and the parts that it is to go through. See children.py."""
+"""The child of prove.py: one engine, and the parts that it is to go through, or commands. See children.py."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu import interference, timeline, tokens, ttft
-from bench.gpu.children import TIMELINE
+from bench.gpu.children import TIMELINE, TURNS
 from bench.gpu.engine import Engine
 from bench.gpu.progress import say
 from bench.gpu.scale import FULL, SMALL
@@ -19,7 +19,6 @@ from kvcellar.client import AdminClient
 # Seconds that a part may take, some three times of what it should.
 LIMITS = {
     "interference": 110,
-    "ttft": 150,
     "timeline": 60,
     "tokens": 60,
     "flip": 60,
@@ -37,6 +36,15 @@ def main() -> None:
     engine = Engine(scale, job["model"], Path(job["folder"]), job["transfer"], **options)
     result["engine_s"] = time.monotonic() - begun
     say(f"the engine is up after {result['engine_s']:.1f} s")
+    if job["parts"] == [TURNS]:
+        _obey(engine, job, result)
+    else:
+        _go_through(engine, job, result)
+        sys.stdin.read()  # until the parent has seen enough
+    os._exit(0)  # the parent ends what this has started
+
+
+def _go_through(engine: Engine, job: dict[str, Any], result: dict[str, Any]) -> None:
     for part in job["parts"]:
         try:
             signal.signal(signal.SIGALRM, _too_long)
@@ -49,13 +57,34 @@ def main() -> None:
         finally:
             signal.alarm(0)
         _write(job, result)
-    if scale.gpu and (result.get("rows") or result.get("timeline")):
-        rate = ttft.bus_rate()  # last: vLLM starts faster where CUDA is not in use
-        result["bus_gbps"] = rate / 1e9
-        ttft.add_floor(result.get("rows", []), job["model"], rate)
+    if engine.scale.gpu and result.get("timeline"):
+        result["bus_gbps"] = ttft.bus_rate() / 1e9
     _write(job, result | {"done": True})
-    sys.stdin.read()  # until the parent has seen enough
-    os._exit(0)  # the parent ends what this has started
+
+
+def _obey(engine: Engine, job: dict[str, Any], about: dict[str, Any]) -> None:
+    """Commands, a line each, until there are no more. That it is up is the first answer."""
+    _write(job, about | {"answered": 0})
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            found = _do(engine, job, command)
+        except Exception as error:  # noqa: BLE001 - the parent decides
+            traceback.print_exc()
+            found = {"error": f"{type(error).__name__}: {error}"}
+        _write(job, found | {"answered": command["number"]})
+
+
+def _do(engine: Engine, job: dict[str, Any], command: dict[str, Any]) -> dict[str, Any]:
+    match command["do"]:
+        case "warm_up":
+            _warm_up(engine, job)
+            return {}
+        case "round":
+            return ttft.one_round(engine, command["tokens"], reload=job["mode"] != "recompute")
+        case "bus":
+            return {"bus_gbps": ttft.bus_rate() / 1e9}
+    raise ValueError(f"no such command: {command}")
 
 
 def _too_long(*_: object) -> None:
@@ -74,11 +103,6 @@ def _warm_up(engine: Engine, job: dict[str, Any]) -> None:
         ttft.warm_up(engine, rest=job["mode"] != "recompute")
         job["warm"] = True
         say("warmed up")
-
-
-def _ttft(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
-    _warm_up(engine, job)
-    return {"rows": ttft.measure(engine, job["rounds"], reload=job["mode"] != "recompute")}
 
 
 def _interference(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +146,6 @@ def _second(engine: Engine, _: dict[str, Any]) -> dict[str, Any]:
 
 _PARTS = {
     "interference": _interference,
-    "ttft": _ttft,
     "timeline": _timeline,
     "tokens": _tokens,
     "flip": _flip,

@@ -1,6 +1,7 @@
 """What KVCellar must show on a GPU, with real vLLM, beside its peers.
 
-    python -m bench.gpu.prove ttft interference --model llama8b --modes recompute kvcellar offload lmcache
+    python -m bench.gpu.prove ttft --model llama8b --modes recompute kvcellar offload lmcache
+    python -m bench.gpu.prove interference --model llama8b --modes recompute kvcellar
     python -m bench.gpu.prove tokens flip --model mla
     python -m bench.gpu.prove pair
 
@@ -11,9 +12,10 @@
     flip          a flipped bit in every stored object is found                  kvcellar, models of one group
     pair          two engines on one GPU share a cache; the server uses no GPU   kvcellar
 
-Every model and mode is a fresh engine, which goes through all the parts asked for. --out is added to: what
-it has of other models and modes stays. Exits with 1 if anything failed. --small tries all of it on a machine
-without a GPU, with vLLM for CPU: its figures mean nothing.
+ttft comes first: the engines of all modes are on the GPU at once, and take turns. For the other parts every
+model and mode is a fresh engine, which goes through all of them. --out is added to: what it has of other
+models and modes stays. Exits with 1 if anything failed. --small tries all of it on a machine without a GPU,
+with vLLM for CPU: its figures mean nothing.
 """
 
 import argparse
@@ -24,32 +26,48 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.children import Child, Site, site
+from bench.gpu import turns
+from bench.gpu.children import Child, Site, cache_gib, site
 from bench.gpu.engine import MODES
 from bench.gpu.progress import say
 from bench.gpu.report import merge, print_report
 from bench.gpu.scale import FULL, SMALL, Scale
 from bench.gpu.shapes import CONFIGS
 
-ORDER = ("interference", "ttft", "timeline", "tokens", "flip")  # interference first: it wants an empty cache
+ORDER = ("interference", "timeline", "tokens", "flip")  # interference first: it wants an empty cache
+Found = dict[str, dict[str, Any]]  # by mode
 LEAST_S, END_S = 75.0, 15.0  # for an engine to be worth starting; for it to be stopped
 
 
 def parts_of(asked: list[str], model: str, mode: str) -> list[str]:
     """Those that make sense there: vLLM 0.26 with several groups stops when a load fails."""
     ours = {"timeline", "tokens"} | ({"flip"} if model != "hybrid" else set())
-    possible = {"interference", "ttft"} | (ours if mode == "kvcellar" else set())
+    possible = {"interference"} | (ours if mode == "kvcellar" else set())
     return [part for part in ORDER if part in asked and part in possible]
 
 
-def run(scale: Scale, args: argparse.Namespace, model: str, mode: str, limit: float) -> dict[str, Any]:
+def run(scale: Scale, args: argparse.Namespace, model: str, what: str, left: float) -> Found:
+    """`what`: ttft, pair, or the mode of an engine for all other parts."""
     try:
-        if mode == "pair":
-            return run_pair(scale, args, model, limit)
-        return run_engine(scale, args, model, mode, limit)
-    except (OSError, RuntimeError) as error:
-        say(f"{model}, {mode}: {error}")
-        return {"error": str(error)}
+        if what == "ttft":
+            return run_turns(scale, args, model, left)
+        run_one = run_pair if what == "pair" else run_engine
+        return {what: run_one(scale, args, model, what, min(args.limit, left))}
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        say(f"{model}, {what}: {error}")
+        return failed(args, what, str(error))
+
+
+def failed(args: argparse.Namespace, what: str, why: str) -> Found:
+    return (
+        {mode: {"errors": {"ttft": why}} for mode in args.modes} if what == "ttft" else {what: {"error": why}}
+    )
+
+
+def run_turns(scale: Scale, args: argparse.Namespace, model: str, left: float) -> Found:
+    say(f"{model}: ttft of {', '.join(args.modes)} in turns")
+    about = turns.Run(scale, model, args.small, args.out, args.rounds, time.monotonic() + left)
+    return turns.measure(about, args.modes)
 
 
 def run_engine(scale: Scale, args: argparse.Namespace, model: str, mode: str, limit: float) -> dict[str, Any]:
@@ -57,22 +75,22 @@ def run_engine(scale: Scale, args: argparse.Namespace, model: str, mode: str, li
     say(f"{model}, {mode}: {', '.join(parts)}")
     log = args.out.with_name(f"{args.out.stem}.{model}.{mode}.log")
     log.unlink(missing_ok=True)
-    with site(scale, model, mode, small=args.small) as where:
+    with site(scale, model, mode, cache_gib(scale.cache_gib), small=args.small) as where:
         about = {"server_s": where.seconds, "cache_gib": where.job["cache_gib"]}
-        job = where.job | {"parts": parts, "rounds": args.rounds, "prompts": args.prompts}
+        job = where.job | {"parts": parts, "prompts": args.prompts}
         if "timeline" in parts:
             job["transfer"]["kv_connector_module_path"] = "bench.gpu.noting"
         with Child(job, f"{model}-{mode}", log) as child:
             return about | child.wait(limit)
 
 
-def run_pair(scale: Scale, args: argparse.Namespace, model: str, limit: float) -> dict[str, Any]:
+def run_pair(scale: Scale, args: argparse.Namespace, model: str, _: str, limit: float) -> dict[str, Any]:
     """The second engine's first request is one that the first engine has answered."""
     say(f"{model}: two engines, one server")
     log = args.out.with_name(f"{args.out.stem}.{model}.pair.log")
     log.unlink(missing_ok=True)
     end = time.monotonic() + limit
-    with site(scale, model, "kvcellar", small=args.small) as where:
+    with site(scale, model, "kvcellar", cache_gib(scale.cache_gib), small=args.small) as where:
         common = where.job | {"options": scale.pair()}
         with Child(common | {"parts": ["first"]}, "first", log) as one:
             first = one.wait(limit)
@@ -117,12 +135,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="+", choices=[*ORDER, "pair"])
+    parser.add_argument("parts", nargs="+", choices=["ttft", *ORDER, "pair"])
     parser.add_argument("--model", nargs="+", choices=CONFIGS, default=["llama8b"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["kvcellar"])
-    parser.add_argument("--rounds", type=int, default=3, help="of ttft; five times as many for short prompts")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="of ttft; three times as many for short prompts"
+    )
     parser.add_argument("--prompts", type=int, default=20, help="of tokens")
-    parser.add_argument("--limit", type=float, default=270, help="seconds for one engine, its start included")
+    parser.add_argument(
+        "--limit", type=float, default=270, help="seconds for one engine by itself, its start included"
+    )
     parser.add_argument(
         "--total", type=float, default=3600, help="seconds for all: no engine is started in the last minute"
     )
@@ -131,19 +153,23 @@ def main() -> None:
     args = parser.parse_args()
     scale = SMALL if args.small else FULL
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    todo = [(model, mode) for model in args.model for mode in args.modes if parts_of(args.parts, model, mode)]
+    todo = [(model, "ttft") for model in args.model if "ttft" in args.parts]
+    todo += [
+        (model, mode) for model in args.model for mode in args.modes if parts_of(args.parts, model, mode)
+    ]
     todo += [(args.model[0], "pair")] if "pair" in args.parts else []
     entries: list[dict[str, Any]] = []
     started = time.monotonic()
-    for model, mode in todo:
+    for model, what in todo:
         begun = time.monotonic()
         left = started + args.total - begun
         if left < LEAST_S:
-            entries = add(args.out, {"model": model, "mode": mode, "error": "not begun: no time left"})
-            continue
-        found = run(scale, args, model, mode, min(args.limit, left - END_S))
-        about = {"model": model, "mode": mode, "took_s": time.monotonic() - begun}
-        entries = add(args.out, about | found)
+            found = failed(args, what, "not begun: no time left")
+        else:
+            found = run(scale, args, model, what, left - END_S)
+        for mode, its in found.items():
+            about = {"model": model, "mode": mode, "took_s": time.monotonic() - begun}
+            entries = add(args.out, about | its)
     sys.exit(0 if print_report(entries) else 1)
 
 

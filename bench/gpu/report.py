@@ -13,12 +13,20 @@ Entries = list[dict[str, Any]]
 
 
 def merge(entries: Entries, entry: dict[str, Any]) -> Entries:
-    """An entry of the same model and mode is replaced part by part."""
+    """An entry of the same model and mode is replaced part by part.
+
+    Errors stay until their part is run again: ttft by itself, the other parts together.
+    """
     same = [old for old in entries if (old["model"], old["mode"]) == (entry["model"], entry["mode"])]
     rest = [old for old in entries if old not in same]
-    merged = (same[0] if same else {}) | entry
-    for name in {"error", "errors"} - set(entry):
-        merged.pop(name, None)
+    old = same[0] if same else {}
+    is_ttft = "rows" in entry or "ttft" in entry.get("errors", {})
+    errors = {part: why for part, why in old.get("errors", {}).items() if (part == "ttft") != is_ttft}
+    merged = old | entry | {"errors": errors | entry.get("errors", {})}
+    if not is_ttft and "error" not in entry:
+        merged.pop("error", None)
+    if not merged["errors"]:
+        merged.pop("errors")
     return [*rest, merged]
 
 
@@ -49,25 +57,30 @@ def print_report(entries: Entries) -> bool:
 
 
 def _print_ttft(entries: Entries) -> None:
+    """Lengths in turn, so that modes are side by side; * is the fastest load of a length."""
     if not entries:
         return
-    alone = {
-        (entry["model"], row["tokens"]): row["cold"]
-        for entry in entries
-        if entry["mode"] == "recompute"
-        for row in entry["rows"]
-    }
-    print("model    mode        tokens     cold of recompute     warm     kept    floor of floor  cached")
-    for entry in sorted(entries, key=lambda entry: entry["model"]):
-        for row in entry["rows"]:
-            base = alone.get((entry["model"], row["tokens"]))
-            line = f"{entry['model']:8} {entry['mode']:10} {row['tokens']:7} {row['cold']:8.1f}"
-            line += f" {row['cold'] / base:12.3f}" if base else " " * 13
-            if "warm" in row:
-                floor = row.get("floor", row["kept"])
-                line += f" {row['warm']:8.1f} {row['kept']:8.1f} {floor:8.1f} {row['warm'] / floor:8.3f}"
-                line += f"  {sorted(set(row['cached']))}" + ("" if row["same"] else "  TOKENS DIFFER")
-            print(line)
+    print(
+        "model     tokens mode           cold of recompute"
+        "      warm     kept    floor of floor     over  cached"
+    )
+    rows = [(entry["model"], row["tokens"], entry["mode"], row) for entry in entries for row in entry["rows"]]
+    fastest: dict[tuple[str, int], float] = {}
+    for model, tokens, _, row in rows:
+        if "warm" in row:
+            fastest[model, tokens] = min(row["warm"], fastest.get((model, tokens), row["warm"]))
+    for model, tokens, mode, row in sorted(rows, key=lambda one: one[:2]):
+        line = f"{model:8} {tokens:7} {mode:10} {row['cold']:8.1f} {_figure(row, 'of_recompute', 12, 3)}"
+        if "warm" in row:
+            mark = "*" if row["warm"] == fastest[model, tokens] else " "
+            line += f"  {row['warm']:8.1f}{mark}{row['kept']:8.1f} {_figure(row, 'floor', 8, 1)}"
+            line += f" {_figure(row, 'of_floor', 8, 3)} {_figure(row, 'over', 8, 1)}"
+            line += f"  {sorted(set(row['cached']))}" + ("" if row["same"] else "  TOKENS DIFFER")
+        print(line)
+
+
+def _figure(row: dict[str, Any], name: str, width: int, digits: int) -> str:
+    return f"{row[name]:{width}.{digits}f}" if name in row else " " * width
 
 
 def _print_interference(entries: Entries) -> None:

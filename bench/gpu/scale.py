@@ -3,7 +3,14 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from bench.gpu.shapes import CONFIGS, stored_bytes
+from bench.gpu.shapes import CONFIGS, WEIGHT_BYTES, stored_bytes
+
+# Where engines take turns: tokens of a step, and tokens of all layers that the pool has room for. Of a long
+# prompt it must hold all (layers with a window only some), and half of it, which KVCellar lets stores hold,
+# must be what five steps compute: a store is over some steps later. 8,192 is the default of `vllm serve`;
+# with it, three engines of six groups would not fit the GPU.
+_TURNS = {"llama8b": (8_192, 90_000), "mla": (8_192, 90_000), "hybrid": (4_096, 42_000)}
+_BESIDE = 5_000_000_000  # bytes of the GPU that an engine takes beside weights and pool
 
 
 class Scale(NamedTuple):
@@ -12,6 +19,7 @@ class Scale(NamedTuple):
     by_model: Mapping[str, dict[str, Any]]  # and of one model
     vocabulary: int  # prompts are drawn from so many tokens
     cache_gib: int
+    turns_gib: int  # the same, where engines take turns
     lengths: tuple[int, ...]  # of prompts whose time to first token is measured
     chunk: int  # tokens
     long: int  # tokens of a prompt that is loaded or stored beside others
@@ -37,6 +45,31 @@ class Scale(NamedTuple):
         gpu = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 8 << 30, "max_model_len": 16_384}
         return gpu if self.gpu else {}
 
+    def turns(self, model: str) -> dict[str, Any]:
+        """All modes' engines beside each other.
+
+        vLLM 0.26 refuses to start where less than its utilization is free, and others may have taken much by
+        then; with the pool's size given it looks no further, so engines may start at the same time.
+        """
+        if not self.gpu:
+            return {}
+        step, pool = _TURNS[model]
+        return {
+            "gpu_memory_utilization": 0.05,
+            "kv_cache_memory_bytes": stored_bytes(model, pool),
+            "max_num_batched_tokens": step,
+            "max_num_seqs": 16,  # one is asked at a time: sampling is not to take memory for a thousand
+        }
+
+    def turns_bytes(self, model: str) -> int:
+        """What each of them takes of the GPU."""
+        return WEIGHT_BYTES[model] + stored_bytes(model, _TURNS[model][1]) + _BESIDE
+
+    def turns_cache(self, model: str) -> tuple[int, int]:
+        """GiB for each mode: what the longest prompt takes, and a bit; and what is better."""
+        least = (stored_bytes(model, self.long) * 125 // 100 >> 30) + 1
+        return least, max(least, self.turns_gib)
+
 
 _ENGINE: dict[str, Any] = {
     "load_format": "dummy",
@@ -53,6 +86,7 @@ FULL = Scale(
     by_model={},
     vocabulary=100_000,
     cache_gib=48,
+    turns_gib=20,
     lengths=(2_048, 8_192, 32_768, 64_000),
     chunk=128,
     long=64_000,
@@ -105,6 +139,7 @@ SMALL = Scale(
     },
     vocabulary=4000,
     cache_gib=1,
+    turns_gib=1,
     lengths=(512, 1024),
     chunk=128,
     long=1024,

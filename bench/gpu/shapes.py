@@ -17,6 +17,8 @@ KV_SHAPES: dict[str, list[Shape]] = {
     "hybrid": [Shape(8, (16, 8, 512))] * 6,
 }
 
+WEIGHT_BYTES = {"llama8b": 16_100_000_000, "mla": 5_200_000_000, "hybrid": 25_500_000_000}
+
 _COMMON: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "torch_dtype": "bfloat16",

@@ -1,20 +1,25 @@
 """Time to first token of real vLLM, with KV computed, still there, or from a cache.
 
-Per prompt length, medians: `cold` (never seen), `warm` (vLLM's own prefix cache emptied, so KV comes through
-the connector) and `kept` (still on the GPU, which nothing outside can beat).
-floor = kept + bytes of KV / what the bus reaches; a mode's own figures of the same run.
+A round has up to three figures: `cold` (never seen), `warm` (vLLM's own prefix cache emptied, so KV comes
+through the connector) and `kept` (still on the GPU, which nothing outside can beat). A row has their medians,
+and medians of what is compared within a round, since a host's speed drifts from round to round:
+
+    floor         kept + bytes of KV / what the bus reaches
+    of_floor      warm / floor
+    over          warm - floor: what loading costs beyond the bus
+    of_recompute  cold / cold without a connector: what storing costs
+
+Knows nothing of other modes' engines: turns.py drives them.
 """
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bench.gpu.engine import Engine
-from bench.gpu.progress import say
-from bench.gpu.shapes import kv_bytes
 
-_SHORT = 10_000  # tokens; shorter prompts are noisy, and take no time
+Rounds = Sequence[dict[str, Any]]
 
 
 def bus_rate() -> float:
@@ -38,22 +43,12 @@ def warm_up(engine: Engine, *, rest: bool) -> None:
     """Kernels are compiled, memory is mapped and page-locked: every mode is measured as it runs for days."""
     for _ in range(3):
         prompt = engine.prompt(min(4_000, engine.scale.long))
-        engine.run(prompt), time.sleep(0.3), engine.forget(), engine.run(prompt)
+        engine.run(prompt)
+        time.sleep(0.3)
+        engine.forget()
+        engine.run(prompt)
     engine.run(engine.prompt(engine.scale.long))
     time.sleep(engine.scale.rest_s if rest else 1.0)
-
-
-def measure(engine: Engine, rounds: int, *, reload: bool) -> list[dict[str, Any]]:
-    """A row per length. Without `reload`, cold figures only: there is nothing that could be loaded."""
-    rows = []
-    for tokens in engine.scale.lengths:
-        count = rounds * (5 if tokens < _SHORT else 1)
-        row = _measure_length(engine, tokens, count) if reload else _measure_cold(engine, tokens, count)
-        rows.append(row)
-        say(
-            ", ".join(f"{name} {row[name]:.1f}" for name in ("tokens", "cold", "warm", "kept") if name in row)
-        )
-    return rows
 
 
 def settle(tokens: int) -> None:
@@ -61,35 +56,39 @@ def settle(tokens: int) -> None:
     time.sleep(0.3 + tokens / 100_000)
 
 
-def _measure_cold(engine: Engine, tokens: int, count: int) -> dict[str, Any]:
-    times = []
-    for _ in range(count):
-        engine.forget()
-        times.append(engine.run(engine.prompt(tokens)).ms)
-    return {"tokens": tokens, "cold": statistics.median(times), "times": {"cold": times}}
+def one_round(engine: Engine, tokens: int, *, reload: bool) -> dict[str, Any]:
+    """Milliseconds. Without `reload`, cold only: there is nothing that could be loaded."""
+    prompt = engine.prompt(tokens)
+    engine.forget()
+    cold = engine.run(prompt)
+    if not reload:
+        return {"cold": cold.ms}
+    settle(tokens)
+    engine.forget()
+    warm = engine.run(prompt)
+    kept = engine.run(prompt)
+    # With more to compute in one of them, they round differently.
+    same = warm.tokens == kept.tokens or warm.cached != kept.cached
+    return {"cold": cold.ms, "warm": warm.ms, "kept": kept.ms, "cached": warm.cached, "same": same}
 
 
-def _measure_length(engine: Engine, tokens: int, count: int) -> dict[str, Any]:
-    times: dict[str, list[float]] = {"cold": [], "warm": [], "kept": []}
-    cached, same = [], []
-    for _ in range(count):
-        prompt = engine.prompt(tokens)
-        engine.forget()
-        cold = engine.run(prompt)
-        settle(tokens)
-        engine.forget()
-        warm = engine.run(prompt)
-        kept = engine.run(prompt)
-        for name, answer in zip(times, (cold, warm, kept), strict=True):
-            times[name].append(answer.ms)
-        cached.append(warm.cached)
-        # With more to compute in one of them, they round differently.
-        same.append(warm.tokens == kept.tokens or warm.cached != kept.cached)
-    row: dict[str, Any] = {name: statistics.median(values) for name, values in times.items()}
-    return row | {"tokens": tokens, "cached": cached, "same": all(same), "times": times}
+def row(rounds: Rounds, alone: Rounds, bus_ms: float | None) -> dict[str, Any]:
+    """Of one mode and length. `alone`: the same rounds without a connector; `bus_ms`: to move the KV."""
+    times = {name: [one[name] for one in rounds] for name in ("cold", "warm", "kept") if name in rounds[0]}
+    found: dict[str, Any] = {name: statistics.median(values) for name, values in times.items()}
+    found["times"] = times
+    if alone:
+        found["of_recompute"] = _median(
+            one["cold"] / base["cold"] for one, base in zip(rounds, alone, strict=False)
+        )
+    if "warm" in times:
+        found |= {"cached": [one["cached"] for one in rounds], "same": all(one["same"] for one in rounds)}
+    if "warm" in times and bus_ms is not None:
+        found["floor"] = found["kept"] + bus_ms
+        found["of_floor"] = _median(one["warm"] / (one["kept"] + bus_ms) for one in rounds)
+        found["over"] = _median(one["warm"] - one["kept"] - bus_ms for one in rounds)
+    return found
 
 
-def add_floor(rows: Sequence[dict[str, Any]], model: str, rate: float) -> None:
-    for row in rows:
-        if "kept" in row:
-            row["floor"] = row["kept"] + kv_bytes(model, row["tokens"]) / rate * 1e3
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(list(values))

@@ -1,0 +1,125 @@
+"""Engines that take turns: who is asked when, and that a mode which fails or hangs costs nobody else.
+
+Processes, commands, deadlines and KVCellar's server are real. Only vLLM is a stand-in: its faults have to
+come when they are asked for.
+"""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.gpu import turns
+from bench.gpu.scale import SMALL
+
+WARM_UP = 7  # requests
+
+ENGINE = """
+import os, time, types, zlib
+
+class SamplingParams:
+    def __init__(self, **_): pass
+
+class LLM:
+    def __init__(self, kv_transfer_config, **_):
+        self.mode, self.requests = "kvcellar" if kv_transfer_config else "recompute", 0
+        self.fail("start")
+
+    def fail(self, when):
+        if os.environ["FAULT"] == f"{self.mode} fails at {when}":
+            raise RuntimeError("as asked")
+        if os.environ["FAULT"] == f"{self.mode} hangs at {when}":
+            time.sleep(1000)
+
+    def generate(self, prompts, *_, **__):
+        prompt = prompts[0]["prompt_token_ids"]
+        self.requests += 1
+        with open(os.environ["REQUESTS"], "a") as file:
+            print(os.getpid(), self.mode, len(prompt), zlib.crc32(repr(prompt).encode()), file=file)
+        self.fail(self.requests)
+        told = types.SimpleNamespace(logprobs=None, token_ids=[1])
+        return [types.SimpleNamespace(outputs=[told], num_cached_tokens=len(prompt))]
+
+    def reset_prefix_cache(self):
+        return True
+"""
+
+
+class Bench:
+    """Two modes, two lengths, three rounds each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.requests = folder / "requests"
+
+    def measure(self) -> dict[str, dict]:
+        end = time.monotonic() + 300
+        run = turns.Run(SMALL, "llama8b", small=True, out=self._folder / "o.json", rounds=1, end=end)
+        return turns.measure(run, ["recompute", "kvcellar"])
+
+    def asked(self) -> list[tuple[str, int, str]]:
+        """Since all are warmed up: mode, tokens, prompt."""
+        lines = [line.split() for line in self.requests.read_text().splitlines()]
+        return [(mode, int(tokens), prompt) for _, mode, tokens, prompt in lines[2 * WARM_UP :]]
+
+    def engines(self) -> set[int]:
+        return {int(line.split()[0]) for line in self.requests.read_text().splitlines()}
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    engine = tmp_path / "site" / "vllm"
+    engine.mkdir(parents=True)
+    (engine / "__init__.py").write_text(ENGINE)
+    (engine / "config.py").write_text("import types\nKVTransferConfig = types.SimpleNamespace\n")
+    monkeypatch.setenv("PYTHONPATH", str(engine.parent))
+    monkeypatch.setenv("REQUESTS", str(tmp_path / "requests"))
+    monkeypatch.setenv("FAULT", "none")
+    bench = Bench(tmp_path)
+    yield bench
+    assert not [pid for pid in bench.engines() if Path(f"/proc/{pid}").exists()]
+
+
+def test_every_round_goes_through_all_modes_with_the_same_prompt(bench):
+    found = bench.measure()
+    cold, loaded = (["recompute"], ["kvcellar"] * 3)
+    asked = bench.asked()
+    assert [mode for mode, _, _ in asked] == (cold + loaded + loaded + cold + cold + loaded) * 2
+    for start in range(0, len(asked), 4):
+        assert len({prompt for _, _, prompt in asked[start : start + 4]}) == 1
+    assert len({prompt for _, _, prompt in asked}) == 6
+    for its in found.values():
+        assert [(row["tokens"], len(row["times"]["cold"])) for row in its["rows"]] == [(512, 3), (1024, 3)]
+        assert all("of_recompute" in row for row in its["rows"])
+        assert "errors" not in its
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_a_mode_that_does_so_in_a_round_is_left_out_and_the_other_goes_on(bench, monkeypatch, how):
+    monkeypatch.setenv("FAULT", f"kvcellar {how} at {WARM_UP + 5}")
+    monkeypatch.setattr(turns, "ROUND_S", 10.0)
+    found = bench.measure()
+    told = {"fails": "RuntimeError: as asked", "hangs": "no end within 10 s"}[how]
+    assert found["kvcellar"]["errors"]["ttft"] == told
+    (row,) = found["kvcellar"]["rows"]
+    assert len(row["times"]["warm"]) == 1
+    assert [mode for mode, _, _ in bench.asked()].count("kvcellar") == 5
+    assert [len(row["times"]["cold"]) for row in found["recompute"]["rows"]] == [3, 3]
+    assert "errors" not in found["recompute"]
+
+
+def test_a_mode_whose_engine_does_not_come_up_is_reported_and_the_other_goes_on(bench, monkeypatch):
+    monkeypatch.setenv("FAULT", "recompute fails at start")
+    found = bench.measure()
+    assert found["recompute"]["errors"]["ttft"] == "ended with 1"
+    assert "rows" not in found["recompute"]
+    assert [len(row["times"]["kept"]) for row in found["kvcellar"]["rows"]] == [3, 3]
+    assert "of_recompute" not in found["kvcellar"]["rows"][0]
+
+
+def test_when_the_time_is_over_what_was_measured_stays(bench, monkeypatch):
+    monkeypatch.setattr(turns, "CLOSING_S", 1000.0)
+    found = bench.measure()
+    for its in found.values():
+        assert its["errors"]["ttft"] == "no time left for round 1 of 512 tokens"
+        assert its["engine_s"] >= 0
