@@ -1,19 +1,10 @@
 """When an engine waits for a tier, and for how long. Pure: time is a number here."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
-# Not by its package: that imports vLLM, which these tests do without.
-_PATH = Path(__file__).parents[2] / "src/kvcellar/vllm/patience.py"
-_SPEC = importlib.util.spec_from_file_location("patience_alone", _PATH)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-module = importlib.util.module_from_spec(_SPEC)
-sys.modules["patience_alone"] = module
-_SPEC.loader.exec_module(module)
+from tests.unit.alone import load
+
+module = load("patience")
 Patience = module.Patience
 
 CHUNK = 256

@@ -18,6 +18,7 @@ from kvcellar.client import Slots, WorkerClient
 from kvcellar.errors import CellarError
 from kvcellar.identity import SKIP, CopyPlan
 from kvcellar.transfer import Mover, Rows
+from kvcellar.vllm.forecast import Forecast
 from kvcellar.vllm.jobs import GroupCopy, Job
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ class Copier:
         self._writes = writes
         self._done = done
         self._loading = 0
-        self._changed = threading.Condition()  # guards the two above
+        self._forecast = Forecast(time.monotonic)
+        self._changed = threading.Condition()  # guards the three above
         self._loads: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._threads = [
@@ -74,10 +76,13 @@ class Copier:
         for job in stores:
             self._stores.put(_Task(job, after, give_up))
 
-    def wait_for_a_load(self, seconds: float) -> None:
-        """Until there is one to report, or none under way."""
+    def wait_for_a_load(self, seconds: float, soon: float) -> None:
+        """Until there is one to report, or none under way. The longer time is for one that should be over by
+        then.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._done.loads or not self._loading, seconds)
+            patience = soon if self._forecast.is_due(soon) else seconds
+            self._changed.wait_for(lambda: self._done.loads or not self._loading, patience)
 
     def take(self) -> Done:
         with self._changed:
@@ -95,16 +100,20 @@ class Copier:
 
     def _run_loads(self) -> None:
         while (task := self._loads.get()) is not None:
-            job, started = task.job, time.monotonic()
+            job, started, size = task.job, time.monotonic(), self._bytes_of(task.job)
+            with self._changed:
+                self._forecast.begin(size)
             bad = self._load(task)
+            moved = 0 if bad else size
             with self._changed:
                 self._loading -= 1
+                self._forecast.end(moved)
                 self._changed.notify_all()
                 self._done.loads.add(job.request_id)
                 if bad:
                     self._done.failed.add(job.request_id)
                     self._done.bad_blocks |= bad
-                self._count("load", started, 0 if bad else self._bytes_of(job))
+                self._count("load", started, moved)
                 self._done.counts["loads_failed"] += bool(bad)
 
     def _load(self, task: _Task) -> set[int]:

@@ -22,8 +22,10 @@ from kvcellar.vllm.options import Options
 
 log = logging.getLogger(__name__)
 
-# How long a step without a forward may wait for a load. New requests wait as long.
-_IDLE_S = 0.002
+# How long a step without a forward may wait for a load; longer, if that should be over by then: vLLM sleeps
+# for a millisecond after such a step, and learns of a load that ends meanwhile that much later. New requests
+# wait as long.
+_IDLE_S, _SOON_S = 0.002, 0.005
 
 
 class WorkerSide:
@@ -151,8 +153,7 @@ class WorkerSide:
         """Requests whose load is over, and those of them where it failed."""
         if self._copier is not None:
             if self._idle:
-                # Else vLLM sleeps for a millisecond and asks again.
-                self._copier.wait_for_a_load(_IDLE_S)
+                self._copier.wait_for_a_load(_IDLE_S, _SOON_S)
             self._done = self._copier.take()
         return self._done.loads, self._done.failed
 
