@@ -19,10 +19,12 @@ from kvcellar.transfer.steps import BlockIds
 
 BUFFERS = 2  # one is moved by a kernel while the other is on the bus
 
-# So many buffers are launched in one go, which holds the GIL for a millisecond, and twice as many are under
-# way at most. Each pause is a change of the GIL's hands: with 2 in a go a thread that launches small kernels
-# beside loads took 1.9 times as long, with 8 1.5, and with 32 1.2, as with no Python at all (H200).
-_PACE = 32
+# So many calls of the driver are made in one go, which holds the GIL for a millisecond, and twice as many are
+# under way at most: with more, the driver would make us wait, GIL and all. Six for a buffer that is filled
+# from one place make 32 buffers. Each pause is a change of the GIL's hands: with 2 buffers in a go, a thread
+# that launches small kernels beside loads took 1.9 times as long, with 8 1.5, with 32 1.2, which is what it
+# takes with no Python at all (H200).
+_PACE, _PER_BUFFER = 192, 5
 
 Span = tuple[int, int]  # address and bytes on the host
 Kernel = Callable[[torch.Tensor, int], None]  # what to do with a buffer, on a stream
@@ -105,6 +107,7 @@ class Ring:
         self._tables = _Tables(device)
         self._done = driver.Event()
         self._paces = [driver.Event(), driver.Event()]
+        self._calls = 0  # since the last pause
         self._turn = 0
 
     @contextlib.contextmanager
@@ -141,7 +144,7 @@ class Ring:
         buffer.copied.hold_up(work)
         scatter(buffer.words, work)
         buffer.moved.record(work)
-        self._pace(work)
+        self._pace(work, len(spans))
 
     def store(self, spans: Sequence[Span], gather: Kernel) -> None:
         """Bytes into a buffer, and out of it to these addresses."""
@@ -155,15 +158,17 @@ class Ring:
             driver.copy_to_host(gpu, host, size, dma, locked=self.locked)
             gpu += size
         buffer.copied.record(dma)
-        self._pace(dma)
+        self._pace(dma, len(spans))
 
     def _next(self) -> "_Buffer":
         self._turn += 1
         return self._buffers[self._turn % BUFFERS]
 
-    def _pace(self, stream: int) -> None:
+    def _pace(self, stream: int, copies: int) -> None:
         """Not too far ahead of what is over on this stream."""
-        if self._turn % _PACE == 0:
+        self._calls += copies + _PER_BUFFER
+        if self._calls >= _PACE:
+            self._calls = 0
             self._paces[0].record(stream)
             self._paces[1].synchronize()
             self._paces.reverse()
