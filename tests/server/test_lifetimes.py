@@ -3,11 +3,13 @@
 import asyncio
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from kvcellar.client import WorkerClient
 from kvcellar.errors import Unavailable
 from kvcellar.ledger import Ledger
 from kvcellar.server import members
@@ -15,6 +17,7 @@ from kvcellar.wire import messages as m
 from kvcellar.wire import peer
 from tests.server.engine import NAMESPACES, eventually
 from tests.server.raw import hello
+from tests.vllm.tap import Tap
 
 ONE = NAMESPACES["one"]
 
@@ -116,6 +119,23 @@ def test_a_client_that_leaves_gives_everything_back_at_once(server, engine):
     one.lookup(4)
     one.close()
     eventually(lambda: server.status().sessions == [])
+
+
+def test_a_worker_stays_until_its_leaving_was_heard(server):
+    """A server that tells it of a rack in that moment would meet a closed connection, and read no further."""
+    closed, gone_before = threading.Event(), []
+    with Tap(server.socket.with_name("tap"), server.socket) as tap:
+
+        def before(role, _reply):
+            if m.Leave() in tap.requests(role)[-1].ops:
+                gone_before.append(closed.wait(0.3))
+
+        tap.before_reply = before
+        worker = WorkerClient(tap.path, "here", 0)
+        worker.wait_attached(10.0)
+        worker.close()
+        closed.set()
+    assert gone_before == [False]
 
 
 # -- strangers
