@@ -19,6 +19,7 @@ BOTH = ("interference", "ttft")
 
 ENGINE = """
 import os, time, types, zlib
+from prometheus_client import LOADED
 
 class SamplingParams:
     def __init__(self, max_tokens, **_):
@@ -51,9 +52,6 @@ class LLM:
     def reset_prefix_cache(self):
         return True
 
-    def get_metrics(self):
-        return []
-
 class Core:
     # Decodes a token of each request in every step.
 
@@ -64,6 +62,7 @@ class Core:
         self.llm.note(prompt["prompt_token_ids"])
         self.llm.fail("decoding")
         self.left[name] = params.max_tokens
+        LOADED.samples[0].value += len(prompt["prompt_token_ids"]) * (params.max_tokens == 1)
 
     def step(self):
         time.sleep(0.002)
@@ -82,6 +81,14 @@ class Core:
     def abort_request(self, names):
         for name in names:
             self.left.pop(name, None)
+"""
+
+METRICS = """
+import types
+
+LOADED = types.SimpleNamespace(
+    samples=[types.SimpleNamespace(name="vllm:external_prefix_cache_hits_total", value=0.0)])
+REGISTRY = types.SimpleNamespace(collect=lambda: [LOADED])
 """
 
 
@@ -112,6 +119,7 @@ def bench(tmp_path, monkeypatch):
     engine.mkdir(parents=True)
     (engine / "__init__.py").write_text(ENGINE)
     (engine / "config.py").write_text("import types\nKVTransferConfig = types.SimpleNamespace\n")
+    (engine.parent / "prometheus_client.py").write_text(METRICS)
     (engine / "sampling_params.py").write_text("class RequestOutputKind:\n    DELTA = 1\n")
     monkeypatch.setenv("PYTHONPATH", str(engine.parent))
     monkeypatch.setenv("REQUESTS", str(tmp_path / "requests"))
@@ -148,6 +156,8 @@ def test_interference_takes_turns_too_and_leaves_the_modes_the_same_prompts_for_
     assert "loads" not in found["recompute"]["interference"]
     loads = found["kvcellar"]["interference"]["loads"]
     assert loads["answered"] == loads["asked"] > 0
+    assert loads["loaded"] == SMALL.loaded
+    assert "preempted" not in loads  # nobody counts
     rounds = [prompt for mode, tokens, prompt in bench.asked()[-24:] if mode == "kvcellar"]
     assert [prompt for mode, _, prompt in bench.asked()[-24:] if mode == "recompute"] == rounds[::3]
     assert not any("errors" in its for its in found.values())
