@@ -56,7 +56,7 @@ class Core:
     # Decodes a token of each request in every step.
 
     def __init__(self, llm):
-        self.llm, self.left = llm, {}
+        self.llm, self.left, self.steps = llm, {}, 0
 
     def add_request(self, name, prompt, params):
         self.llm.note(prompt["prompt_token_ids"])
@@ -66,8 +66,11 @@ class Core:
 
     def step(self):
         time.sleep(0.002)
-        outputs = []
-        for name, left in list(self.left.items()):
+        outputs, running = [], list(self.left.items())
+        self.steps += 1
+        if os.environ["FAULT"] == f"{self.llm.mode} preempts" and self.steps % 2:
+            running = running[1:]
+        for name, left in running:
             told = types.SimpleNamespace(token_ids=[1])
             outputs.append(types.SimpleNamespace(
                 request_id=name, finished=left == 1, outputs=[told], num_cached_tokens=0))
@@ -157,10 +160,18 @@ def test_interference_takes_turns_too_and_leaves_the_modes_the_same_prompts_for_
     loads = found["kvcellar"]["interference"]["loads"]
     assert loads["answered"] == loads["asked"] > 0
     assert loads["loaded"] == SMALL.loaded
-    assert "preempted" not in loads  # nobody counts
+    assert loads["preempted"] == 0
     rounds = [prompt for mode, tokens, prompt in bench.asked()[-24:] if mode == "kvcellar"]
     assert [prompt for mode, _, prompt in bench.asked()[-24:] if mode == "recompute"] == rounds[::3]
     assert not any("errors" in its for its in found.values())
+
+
+def test_requests_that_do_not_decode_as_the_others_do_are_counted(bench, monkeypatch):
+    monkeypatch.setenv("FAULT", "recompute preempts")
+    found = {mode: its["interference"] for mode, its in bench.measure("interference").items()}
+    assert [one["alone"]["preempted"] for one in found["recompute"]["rounds"]] == [1, 1]
+    assert found["recompute"]["alone"]["preempted"] == 2
+    assert found["kvcellar"]["alone"]["preempted"] == 0
 
 
 def test_a_mode_that_fails_in_interference_is_out_of_both_and_the_other_goes_on(bench, monkeypatch):
