@@ -18,7 +18,6 @@ from kvcellar.client import AdminClient
 
 # Seconds that a part may take, some three times of what it should.
 LIMITS = {
-    "interference": 110,
     "timeline": 60,
     "tokens": 60,
     "flip": 60,
@@ -32,8 +31,7 @@ def main() -> None:
     scale = SMALL if job["small"] else FULL
     result: dict[str, Any] = {}
     begun = time.monotonic()
-    options = scale.pool(job["model"]) if "interference" in job["parts"] else job.get("options", {})
-    engine = Engine(scale, job["model"], Path(job["folder"]), job["transfer"], **options)
+    engine = Engine(scale, job["model"], Path(job["folder"]), job["transfer"], **job.get("options", {}))
     result["engine_s"] = time.monotonic() - begun
     say(f"the engine is up after {result['engine_s']:.1f} s")
     if job["parts"] == [TURNS]:
@@ -76,12 +74,15 @@ def _obey(engine: Engine, job: dict[str, Any], about: dict[str, Any]) -> None:
 
 
 def _do(engine: Engine, job: dict[str, Any], command: dict[str, Any]) -> dict[str, Any]:
+    cached = job["mode"] != "recompute"
     match command["do"]:
         case "warm_up":
             _warm_up(engine, job)
             return {}
         case "round":
-            return ttft.one_round(engine, command["tokens"], reload=job["mode"] != "recompute")
+            return ttft.one_round(engine, command["tokens"], reload=cached)
+        case "interference":
+            return interference.one_round(engine, command["round"], loads=cached)
         case "bus":
             return {"bus_gbps": ttft.bus_rate() / 1e9}
     raise ValueError(f"no such command: {command}")
@@ -98,16 +99,8 @@ def _write(job: dict[str, Any], result: dict[str, Any]) -> None:
 
 
 def _warm_up(engine: Engine, job: dict[str, Any]) -> None:
-    """Once for all parts."""
-    if not job.get("warm"):
-        ttft.warm_up(engine, rest=job["mode"] != "recompute")
-        job["warm"] = True
-        say("warmed up")
-
-
-def _interference(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
-    _warm_up(engine, job)
-    return {"interference": interference.measure(engine, loads=job["mode"] != "recompute")}
+    ttft.warm_up(engine, rest=job["mode"] != "recompute")
+    say("warmed up")
 
 
 def _timeline(engine: Engine, job: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +138,6 @@ def _second(engine: Engine, _: dict[str, Any]) -> dict[str, Any]:
 
 
 _PARTS = {
-    "interference": _interference,
     "timeline": _timeline,
     "tokens": _tokens,
     "flip": _flip,

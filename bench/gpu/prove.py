@@ -1,21 +1,20 @@
 """What KVCellar must show on a GPU, with real vLLM, beside its peers.
 
-    python -m bench.gpu.prove ttft --model llama8b --modes recompute kvcellar offload lmcache
-    python -m bench.gpu.prove interference --model llama8b --modes recompute kvcellar
+    python -m bench.gpu.prove ttft interference --model llama8b --modes recompute kvcellar offload lmcache
     python -m bench.gpu.prove tokens flip --model mla
     python -m bench.gpu.prove pair
 
     ttft          time to first token: computed, loaded, still on the GPU        all modes
-    interference  decoding beside loads and stores of 64,000 tokens              all modes
+    interference  decoding beside loads and stores of long prompts               all modes
     timeline      where the time of a load goes, stage by stage                  kvcellar
     tokens        greedy tokens of 20 prompts, computed and loaded               kvcellar
     flip          a flipped bit in every stored object is found                  kvcellar, models of one group
     pair          two engines on one GPU share a cache; the server uses no GPU   kvcellar
 
-ttft comes first: the engines of all modes are on the GPU at once, and take turns. For the other parts every
-model and mode is a fresh engine, which goes through all of them. --out is added to: what it has of other
-models and modes stays. Exits with 1 if anything failed. --small tries all of it on a machine without a GPU,
-with vLLM for CPU: its figures mean nothing.
+ttft and interference come first: the engines of all modes are on the GPU at once, and take turns at both. For
+the other parts every model and mode is a fresh engine, which goes through all of them. --out is added to:
+what it has of other models and modes stays. Exits with 1 if anything failed. --small tries all of it on a
+machine without a GPU, with vLLM for CPU: its figures mean nothing.
 """
 
 import argparse
@@ -27,29 +26,32 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu import turns
-from bench.gpu.children import Child, Site, cache_gib, site
+from bench.gpu.children import TURNS, Child, Site, cache_gib, site
 from bench.gpu.engine import MODES
 from bench.gpu.progress import say
 from bench.gpu.report import merge, print_report
 from bench.gpu.scale import FULL, SMALL, Scale
 from bench.gpu.shapes import CONFIGS
 
-ORDER = ("interference", "timeline", "tokens", "flip")  # interference first: it wants an empty cache
+ORDER = ("timeline", "tokens", "flip")
 Found = dict[str, dict[str, Any]]  # by mode
 LEAST_S, END_S = 75.0, 15.0  # for an engine to be worth starting; for it to be stopped
 
 
 def parts_of(asked: list[str], model: str, mode: str) -> list[str]:
-    """Those that make sense there: vLLM 0.26 with several groups stops when a load fails."""
-    ours = {"timeline", "tokens"} | ({"flip"} if model != "hybrid" else set())
-    possible = {"interference"} | (ours if mode == "kvcellar" else set())
-    return [part for part in ORDER if part in asked and part in possible]
+    """Those that make sense for one engine: vLLM 0.26 with several groups stops when a load fails."""
+    possible = {"timeline", "tokens"} | ({"flip"} if model != "hybrid" else set())
+    return [part for part in ORDER if part in asked and part in possible and mode == "kvcellar"]
+
+
+def parts_in_turns(asked: list[str]) -> list[str]:
+    return [part for part in turns.PARTS if part in asked]
 
 
 def run(scale: Scale, args: argparse.Namespace, model: str, what: str, left: float) -> Found:
-    """`what`: ttft, pair, or the mode of an engine for all other parts."""
+    """`what`: turns, pair, or the mode of an engine for all other parts."""
     try:
-        if what == "ttft":
+        if what == TURNS:
             return run_turns(scale, args, model, left)
         run_one = run_pair if what == "pair" else run_engine
         return {what: run_one(scale, args, model, what, min(args.limit, left))}
@@ -59,14 +61,15 @@ def run(scale: Scale, args: argparse.Namespace, model: str, what: str, left: flo
 
 
 def failed(args: argparse.Namespace, what: str, why: str) -> Found:
-    return (
-        {mode: {"errors": {"ttft": why}} for mode in args.modes} if what == "ttft" else {what: {"error": why}}
-    )
+    if what == TURNS:
+        return {mode: {"errors": dict.fromkeys(parts_in_turns(args.parts), why)} for mode in args.modes}
+    return {what: {"error": why}}
 
 
 def run_turns(scale: Scale, args: argparse.Namespace, model: str, left: float) -> Found:
-    say(f"{model}: ttft of {', '.join(args.modes)} in turns")
-    about = turns.Run(scale, model, args.small, args.out, args.rounds, time.monotonic() + left)
+    parts, end = parts_in_turns(args.parts), time.monotonic() + left
+    say(f"{model}: {', '.join(parts)} of {', '.join(args.modes)} in turns")
+    about = turns.Run(scale, model, parts, args.small, args.out, args.rounds, end)
     return turns.measure(about, args.modes)
 
 
@@ -135,11 +138,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="+", choices=["ttft", *ORDER, "pair"])
+    parser.add_argument("parts", nargs="+", choices=[*turns.PARTS, *ORDER, "pair"])
     parser.add_argument("--model", nargs="+", choices=CONFIGS, default=["llama8b"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["kvcellar"])
     parser.add_argument(
-        "--rounds", type=int, default=5, help="of ttft; three times as many for short prompts"
+        "--rounds", type=int, default=4, help="of ttft; three times as many for short prompts"
     )
     parser.add_argument("--prompts", type=int, default=20, help="of tokens")
     parser.add_argument(
@@ -153,7 +156,7 @@ def main() -> None:
     args = parser.parse_args()
     scale = SMALL if args.small else FULL
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    todo = [(model, "ttft") for model in args.model if "ttft" in args.parts]
+    todo = [(model, TURNS) for model in args.model if parts_in_turns(args.parts)]
     todo += [
         (model, mode) for model in args.model for mode in args.modes if parts_of(args.parts, model, mode)
     ]

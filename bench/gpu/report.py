@@ -10,20 +10,23 @@ from pathlib import Path
 from typing import Any
 
 Entries = list[dict[str, Any]]
+_IN_TURNS = {"ttft": "rows", "interference": "interference"}  # parts, and what they leave in an entry
 
 
 def merge(entries: Entries, entry: dict[str, Any]) -> Entries:
     """An entry of the same model and mode is replaced part by part.
 
-    Errors stay until their part is run again: ttft by itself, the other parts together.
+    Errors stay until their part is run again: parts where engines take turns each by itself, the other parts
+    together.
     """
     same = [old for old in entries if (old["model"], old["mode"]) == (entry["model"], entry["mode"])]
     rest = [old for old in entries if old not in same]
     old = same[0] if same else {}
-    is_ttft = "rows" in entry or "ttft" in entry.get("errors", {})
-    errors = {part: why for part, why in old.get("errors", {}).items() if (part == "ttft") != is_ttft}
+    tried = {part for part, key in _IN_TURNS.items() if key in entry or part in entry.get("errors", {})}
+    again = tried or {part for part in old.get("errors", {}) if part not in _IN_TURNS}
+    errors = {part: why for part, why in old.get("errors", {}).items() if part not in again}
     merged = old | entry | {"errors": errors | entry.get("errors", {})}
-    if not is_ttft and "error" not in entry:
+    if not tried and "error" not in entry:
         merged.pop("error", None)
     if not merged["errors"]:
         merged.pop("errors")
@@ -84,18 +87,27 @@ def _figure(row: dict[str, Any], name: str, width: int, digits: int) -> str:
 
 
 def _print_interference(entries: Entries) -> None:
+    """Tokens per second, and of those alone in the same round; of each long prompt, what was loaded."""
     if not entries:
         return
-    print("model    mode       alone tok/s   loads of alone   stores   worst step ms: alone, loads, stores")
+    print(
+        "model    mode          alone    loads of alone   stores of alone"
+        "   worst step ms     loads after ms  tokens"
+    )
     for entry in entries:
         found = entry["interference"]
-        rates = {name: phase["tokens_per_s"] for name, phase in found.items()}
-        loads = (
-            f"{rates['loads']:8.0f} {rates['loads'] / rates['alone']:6.3f}" if "loads" in rates else " " * 15
-        )
-        worst = ", ".join(f"{phase['gap_max_ms']:.0f}" for phase in found.values())
-        head = f"{entry['model']:8} {entry['mode']:10} {rates['alone']:10.0f}"
-        print(f"{head} {loads} {rates['stores']:10.0f}   {worst}")
+        line = f"{entry['model']:8} {entry['mode']:10} {found['alone']['tokens_per_s']:8.0f}"
+        for name in ("loads", "stores"):
+            phase = found.get(name, {})
+            line += f" {_figure(phase, 'tokens_per_s', 8, 0)} {_figure(phase, 'of_alone', 8, 3)}"
+        phases = [found.get(name, {}) for name in ("alone", "loads", "stores")]
+        line += "  " + "".join(_figure(phase, "gap_max_ms", 6, 0) for phase in phases)
+        loads = found.get("loads", {})
+        line += f" {_figure(loads, 'answered_ms', 16, 0)} {_figure(loads, 'loaded', 7, 0)}"
+        lost = sum(phase.get("asked", 0) - phase.get("answered", 0) for phase in phases)
+        preempted = sum(phase.get("preempted", 0) for phase in phases)
+        line += f"  {lost} NOT ANSWERED" if lost else ""
+        print((line + (f"  {preempted} PREEMPTED" if preempted else "")).rstrip())
 
 
 def _print_timeline(entry: dict[str, Any]) -> None:

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 from bench.gpu.shapes import CONFIGS, WEIGHT_BYTES, stored_bytes
 
 # Where engines take turns: tokens of a step, and tokens of all layers that the pool has room for. Of a long
-# prompt it must hold all (layers with a window only some), and half of it, which KVCellar lets stores hold,
-# must be what five steps compute: a store is over some steps later. 8,192 is the default of `vllm serve`;
-# with it, three engines of six groups would not fit the GPU.
-_TURNS = {"llama8b": (8_192, 90_000), "mla": (8_192, 90_000), "hybrid": (4_096, 42_000)}
+# prompt it must hold all (layers with a window only some), and beside it 32 requests that decode; without
+# these, no more than two of the prompts that are loaded, or the third would find some of itself still there.
+# Half of it, which KVCellar lets stores hold, must be what five steps compute: a store is over some steps
+# later. 8,192 is the default of `vllm serve`; with it, three engines of six groups would not fit the GPU.
+_TURNS = {"llama8b": (8_192, 95_000), "mla": (8_192, 90_000), "hybrid": (4_096, 42_000)}
 _BESIDE = 5_000_000_000  # bytes of the GPU that an engine takes beside weights and pool
 
 
@@ -22,11 +23,13 @@ class Scale(NamedTuple):
     turns_gib: int  # the same, where engines take turns
     lengths: tuple[int, ...]  # of prompts whose time to first token is measured
     chunk: int  # tokens
-    long: int  # tokens of a prompt that is loaded or stored beside others
+    long: int  # tokens of the longest prompt
+    loaded: int  # of each prompt that is loaded beside requests that decode
     decoders: int
     decode: int  # tokens of each: more than it comes to
     rest_s: float  # after the first requests: memory is mapped and page-locked meanwhile
-    phase_s: float  # of one measurement of decoding
+    seconds: Mapping[str, float]  # of each phase of interference
+    in_turns: Mapping[str, dict[str, Any]]  # by model: arguments of vllm.LLM where engines take turns
     gpu: bool
 
     def config(self, model: str) -> dict[str, Any]:
@@ -35,31 +38,10 @@ class Scale(NamedTuple):
     def options(self, model: str) -> dict[str, Any]:
         return {**self.engine, **self.by_model.get(model, {})}
 
-    def pool(self, model: str) -> dict[str, Any]:
-        """Room on the GPU for the decoders and two of the long prompts: the fourth comes from elsewhere."""
-        tokens = self.long * 22 // 10 + self.decoders * 2_000
-        return {"kv_cache_memory_bytes": stored_bytes(model, tokens)} if self.gpu else {}
-
     def pair(self) -> dict[str, Any]:
         """Two engines beside each other: each takes no more than its part."""
         gpu = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 8 << 30, "max_model_len": 16_384}
         return gpu if self.gpu else {}
-
-    def turns(self, model: str) -> dict[str, Any]:
-        """All modes' engines beside each other.
-
-        vLLM 0.26 refuses to start where less than its utilization is free, and others may have taken much by
-        then; with the pool's size given it looks no further, so engines may start at the same time.
-        """
-        if not self.gpu:
-            return {}
-        step, pool = _TURNS[model]
-        return {
-            "gpu_memory_utilization": 0.05,
-            "kv_cache_memory_bytes": stored_bytes(model, pool),
-            "max_num_batched_tokens": step,
-            "max_num_seqs": 16,  # one is asked at a time: sampling is not to take memory for a thousand
-        }
 
     def turns_bytes(self, model: str) -> int:
         """What each of them takes of the GPU."""
@@ -69,6 +51,21 @@ class Scale(NamedTuple):
         """GiB for each mode: what the longest prompt takes, and a bit; and what is better."""
         least = (stored_bytes(model, self.long) * 125 // 100 >> 30) + 1
         return least, max(least, self.turns_gib)
+
+
+def _in_turns(model: str) -> dict[str, Any]:
+    """All modes' engines beside each other.
+
+    vLLM 0.26 refuses to start where less than its utilization is free, and others may have taken much by
+    then; with the pool's size given it looks no further, so engines may start at the same time.
+    """
+    step, pool = _TURNS[model]
+    return {
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": stored_bytes(model, pool),
+        "max_num_batched_tokens": step,
+        "max_num_seqs": 40,  # those that decode, and some: sampling is not to take memory for a thousand
+    }
 
 
 _ENGINE: dict[str, Any] = {
@@ -86,14 +83,16 @@ FULL = Scale(
     by_model={},
     vocabulary=100_000,
     cache_gib=48,
-    turns_gib=20,
+    turns_gib=24,
     lengths=(2_048, 8_192, 32_768, 64_000),
     chunk=128,
     long=64_000,
+    loaded=48_000,
     decoders=32,
     decode=16_000,
     rest_s=8.0,
-    phase_s=10.0,
+    seconds={"alone": 3.0, "loads": 6.0, "stores": 8.0},
+    in_turns={model: _in_turns(model) for model in _TURNS},
     gpu=True,
 )
 
@@ -143,9 +142,12 @@ SMALL = Scale(
     lengths=(512, 1024),
     chunk=128,
     long=1024,
+    loaded=1280,
     decoders=4,
-    decode=3_500,
+    decode=2_000,
     rest_s=0.5,
-    phase_s=2.0,
+    seconds={"alone": 0.5, "loads": 1.5, "stores": 1.0},
+    # As on the GPU: room for less than two of the prompts that are loaded. Its blocks have 128 tokens.
+    in_turns={"llama8b": {"max_model_len": 2_560, "kv_cache_memory_bytes": 24 * 128 * 4096}},
     gpu=False,
 )

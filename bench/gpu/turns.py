@@ -1,9 +1,10 @@
-"""Time to first token of all modes: their engines are on the GPU at once, and take turns.
+"""The parts that compare modes: their engines are on the GPU at once, and take turns.
 
 A host's speed drifts, to half within minutes: what is to be compared must be measured within seconds. So
 every round goes through all modes, in another order each time, with the same prompts; one is at work, the
-others are idle. A mode that fails or hangs is left out from then on, and the others go on. Knows nothing of
-what a round is (ttft.py), nor of other parts.
+others are idle. A mode that fails or hangs is left out from then on, and the others go on. Interference comes
+first, since it wants a cache with little in it; then time to first token, long prompts last: of them there is
+most to lose where time is short. Knows nothing of what a round is (interference.py, ttft.py).
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from bench.gpu import ttft
+from bench.gpu import interference, ttft
 from bench.gpu.children import TURNS, Child, cache_gib, site
 from bench.gpu.progress import say
 from bench.gpu.scale import Scale
@@ -23,6 +24,8 @@ from bench.gpu.shapes import kv_bytes
 
 # Seconds that each may take, some three times of what it should.
 START_S, WARM_UP_S, ROUND_S, BUS_S = 240.0, 120.0, 45.0, 60.0
+BESIDE_S = 90.0
+PARTS = ("interference", "ttft")
 CLOSING_S = 30.0  # before the end: no round is begun
 _SHORT = 10_000  # tokens; shorter prompts are noisy, and take no time: three times as many rounds
 
@@ -34,6 +37,7 @@ class Run(NamedTuple):
 
     scale: Scale
     model: str
+    parts: Sequence[str]
     small: bool
     out: Path
     rounds: int
@@ -49,20 +53,22 @@ class Entrant:
     def __init__(self, run: Run, mode: str) -> None:
         self.run, self.mode = run, mode
         self.about: dict[str, Any] = {}
+        self.beside: list[dict[str, Any]] = []  # by round
         self.rounds: dict[int, list[dict[str, Any]]] = {}  # by tokens
-        self.error: str | None = None
+        self.todo = list(run.parts)
+        self.errors: dict[str, str] = {}  # by part
         self._stack = contextlib.ExitStack()
         self._child: Child | None = None
 
     def open(self, gib: int) -> None:
         """Its server is up when this returns, and its engine about to be."""
         run = self.run
-        log = run.out.with_name(f"{run.out.stem}.{run.model}.{self.mode}.ttft.log")
+        log = run.out.with_name(f"{run.out.stem}.{run.model}.{self.mode}.turns.log")
         log.unlink(missing_ok=True)
         with self._or_out():
             where = self._stack.enter_context(site(run.scale, run.model, self.mode, gib, small=run.small))
             self.about = {"server_s": where.seconds, "cache_gib": gib}
-            job = where.job | {"parts": [TURNS], "options": run.scale.turns(run.model)}
+            job = where.job | {"parts": [TURNS], "options": run.scale.in_turns.get(run.model, {})}
             self._child = self._stack.enter_context(Child(job, f"{run.model}-{self.mode}", log))
 
     def tell(self, what: str, **more: Any) -> None:
@@ -82,9 +88,13 @@ class Entrant:
         try:
             yield
         except (OSError, RuntimeError) as error:
-            self.error = str(error)
+            self.give_up(str(error))
             say(f"{self.run.model}, {self.mode} is out: {error}")
             self.close()  # it must not take the others' time
+
+    def give_up(self, why: str) -> None:
+        """All that is not done."""
+        self.errors = dict.fromkeys(self.todo, why) | self.errors
 
     def close(self) -> None:
         self._child = None
@@ -107,8 +117,11 @@ def measure(run: Run, modes: Sequence[str]) -> dict[str, dict[str, Any]]:
         for entrant in entrants:  # all at the same time: most of it is waiting
             entrant.tell("warm_up")
         _hear_all(entrants, WARM_UP_S)
-        _take_turns(run, entrants)
-        rate = _bus_rate(entrants) if run.scale.gpu else None
+        if "interference" in run.parts:
+            _take_turns_beside(run, entrants)
+        if "ttft" in run.parts:
+            _take_turns(run, entrants)
+            rate = _bus_rate(entrants) if run.scale.gpu else None
     finally:
         _together(entrants, Entrant.close)
     return {entrant.mode: _found(entrant, entrants, rate) for entrant in entrants}
@@ -155,12 +168,30 @@ def in_turn(items: Sequence[_Any], number: int) -> list[_Any]:
     return [*items[first:], *items[:first]]
 
 
+def _no_time(run: Run, entrants: Sequence[Entrant], what: str) -> bool:
+    if run.left(CLOSING_S) == CLOSING_S:
+        return False
+    for entrant in entrants:
+        entrant.give_up(f"no time left for {what}")
+    return True
+
+
+def _take_turns_beside(run: Run, entrants: Sequence[Entrant]) -> None:
+    for number in range(interference.ROUNDS):
+        if _no_time(run, entrants, f"round {number + 1} of interference"):
+            return
+        for entrant in in_turn(entrants, number):
+            entrant.tell("interference", round=number)
+            if found := entrant.hear(BESIDE_S):
+                entrant.beside.append(found)
+    for entrant in entrants:
+        entrant.todo.remove("interference")
+
+
 def _take_turns(run: Run, entrants: Sequence[Entrant]) -> None:
     for tokens in run.scale.lengths:
         for number in range(run.rounds * (3 if tokens < _SHORT else 1)):
-            if run.left(CLOSING_S) < CLOSING_S:
-                for entrant in entrants:
-                    entrant.error = entrant.error or f"no time left for round {number + 1} of {tokens} tokens"
+            if _no_time(run, entrants, f"round {number + 1} of {tokens} tokens"):
                 return
             for entrant in in_turn(entrants, number):
                 entrant.tell("round", tokens=tokens)
@@ -194,7 +225,9 @@ def _found(entrant: Entrant, entrants: Sequence[Entrant], rate: float | None) ->
         bus_ms = kv_bytes(model, tokens) / rate / 1e6 if rate else None
         rows.append({"tokens": tokens} | ttft.row(rounds, alone.get(tokens, []), bus_ms))
     found = entrant.about | ({"rows": rows} if rows else {}) | ({"bus_gbps": rate} if rate else {})
-    return found | ({"errors": {"ttft": entrant.error}} if entrant.error else {})
+    if entrant.beside:
+        found["interference"] = interference.summary(entrant.beside)
+    return found | ({"errors": entrant.errors} if entrant.errors else {})
 
 
 def _together(entrants: Sequence[Entrant], what: Callable[[Entrant], None]) -> None:

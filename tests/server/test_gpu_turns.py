@@ -4,6 +4,7 @@ Processes, commands, deadlines and KVCellar's server are real. Only vLLM is a st
 come when they are asked for.
 """
 
+import itertools
 import time
 from pathlib import Path
 
@@ -13,16 +14,21 @@ from bench.gpu import turns
 from bench.gpu.scale import SMALL
 
 WARM_UP = 7  # requests
+KEEPING = 12  # requests of one mode that make sure, in interference, that all is there to be loaded
+BOTH = ("interference", "ttft")
 
 ENGINE = """
 import os, time, types, zlib
+from prometheus_client import LOADED
 
 class SamplingParams:
-    def __init__(self, **_): pass
+    def __init__(self, max_tokens, **_):
+        self.max_tokens = max_tokens
 
 class LLM:
     def __init__(self, kv_transfer_config, **_):
         self.mode, self.requests = "kvcellar" if kv_transfer_config else "recompute", 0
+        self.llm_engine = Core(self)
         self.fail("start")
 
     def fail(self, when):
@@ -31,17 +37,61 @@ class LLM:
         if os.environ["FAULT"] == f"{self.mode} hangs at {when}":
             time.sleep(1000)
 
+    def note(self, prompt):
+        with open(os.environ["REQUESTS"], "a") as file:
+            print(os.getpid(), self.mode, len(prompt), zlib.crc32(repr(prompt).encode()), file=file)
+
     def generate(self, prompts, *_, **__):
         prompt = prompts[0]["prompt_token_ids"]
         self.requests += 1
-        with open(os.environ["REQUESTS"], "a") as file:
-            print(os.getpid(), self.mode, len(prompt), zlib.crc32(repr(prompt).encode()), file=file)
+        self.note(prompt)
         self.fail(self.requests)
         told = types.SimpleNamespace(logprobs=None, token_ids=[1])
         return [types.SimpleNamespace(outputs=[told], num_cached_tokens=len(prompt))]
 
     def reset_prefix_cache(self):
         return True
+
+class Core:
+    # Decodes a token of each request in every step.
+
+    def __init__(self, llm):
+        self.llm, self.left, self.steps = llm, {}, 0
+
+    def add_request(self, name, prompt, params):
+        self.llm.note(prompt["prompt_token_ids"])
+        self.llm.fail("decoding")
+        self.left[name] = params.max_tokens
+        LOADED.samples[0].value += len(prompt["prompt_token_ids"]) * (params.max_tokens == 1)
+
+    def step(self):
+        time.sleep(0.002)
+        outputs, running = [], list(self.left.items())
+        self.steps += 1
+        if os.environ["FAULT"] == f"{self.llm.mode} preempts" and self.steps % 2:
+            running = running[1:]
+        for name, left in running:
+            told = types.SimpleNamespace(token_ids=[1])
+            outputs.append(types.SimpleNamespace(
+                request_id=name, finished=left == 1, outputs=[told], num_cached_tokens=0))
+            self.left[name] -= 1
+        self.left = {name: left for name, left in self.left.items() if left}
+        return outputs
+
+    def has_unfinished_requests(self):
+        return bool(self.left)
+
+    def abort_request(self, names):
+        for name in names:
+            self.left.pop(name, None)
+"""
+
+METRICS = """
+import types
+
+LOADED = types.SimpleNamespace(
+    samples=[types.SimpleNamespace(name="vllm:external_prefix_cache_hits_total", value=0.0)])
+REGISTRY = types.SimpleNamespace(collect=lambda: [LOADED])
 """
 
 
@@ -52,9 +102,9 @@ class Bench:
         self._folder = folder
         self.requests = folder / "requests"
 
-    def measure(self) -> dict[str, dict]:
-        end = time.monotonic() + 300
-        run = turns.Run(SMALL, "llama8b", small=True, out=self._folder / "o.json", rounds=1, end=end)
+    def measure(self, *parts: str) -> dict[str, dict]:
+        end, out = time.monotonic() + 300, self._folder / "o.json"
+        run = turns.Run(SMALL, "llama8b", parts or ("ttft",), small=True, out=out, rounds=1, end=end)
         return turns.measure(run, ["recompute", "kvcellar"])
 
     def asked(self) -> list[tuple[str, int, str]]:
@@ -72,6 +122,8 @@ def bench(tmp_path, monkeypatch):
     engine.mkdir(parents=True)
     (engine / "__init__.py").write_text(ENGINE)
     (engine / "config.py").write_text("import types\nKVTransferConfig = types.SimpleNamespace\n")
+    (engine.parent / "prometheus_client.py").write_text(METRICS)
+    (engine / "sampling_params.py").write_text("class RequestOutputKind:\n    DELTA = 1\n")
     monkeypatch.setenv("PYTHONPATH", str(engine.parent))
     monkeypatch.setenv("REQUESTS", str(tmp_path / "requests"))
     monkeypatch.setenv("FAULT", "none")
@@ -92,6 +144,51 @@ def test_every_round_goes_through_all_modes_with_the_same_prompt(bench):
         assert [(row["tokens"], len(row["times"]["cold"])) for row in its["rows"]] == [(512, 3), (1024, 3)]
         assert all("of_recompute" in row for row in its["rows"])
         assert "errors" not in its
+
+
+def test_interference_takes_turns_too_and_leaves_the_modes_the_same_prompts_for_ttft(bench):
+    found = bench.measure(*BOTH)
+    decoding = [(mode, prompt) for mode, tokens, prompt in bench.asked() if tokens == 100]
+    in_turn = [(mode, len(list(its))) for mode, its in itertools.groupby(mode for mode, _ in decoding)]
+    each = SMALL.decoders  # for every phase: alone, then loads where there are any, stores in the last round
+    assert in_turn == [("recompute", each), ("kvcellar", each * 5), ("recompute", each * 2)]
+    mine, others = ({one for mode, one in decoding if mode == whose} for whose in ("recompute", "kvcellar"))
+    assert mine < others
+    assert len(others) == each * 5
+    assert ["stores" in one for one in found["recompute"]["interference"]["rounds"]] == [False, True]
+    assert "loads" not in found["recompute"]["interference"]
+    loads = found["kvcellar"]["interference"]["loads"]
+    assert loads["answered"] == loads["asked"] > 0
+    assert loads["loaded"] == SMALL.loaded
+    assert loads["preempted"] == 0
+    rounds = [prompt for mode, tokens, prompt in bench.asked()[-24:] if mode == "kvcellar"]
+    assert [prompt for mode, _, prompt in bench.asked()[-24:] if mode == "recompute"] == rounds[::3]
+    assert not any("errors" in its for its in found.values())
+
+
+def test_requests_that_do_not_decode_as_the_others_do_are_counted(bench, monkeypatch):
+    monkeypatch.setenv("FAULT", "recompute preempts")
+    found = {mode: its["interference"] for mode, its in bench.measure("interference").items()}
+    assert [one["alone"]["preempted"] for one in found["recompute"]["rounds"]] == [1, 1]
+    assert found["recompute"]["alone"]["preempted"] == 2
+    assert found["kvcellar"]["alone"]["preempted"] == 0
+
+
+def test_a_mode_that_fails_in_interference_is_out_of_both_and_the_other_goes_on(bench, monkeypatch):
+    monkeypatch.setenv("FAULT", "kvcellar fails at decoding")
+    found = bench.measure(*BOTH)
+    assert found["kvcellar"]["errors"] == dict.fromkeys(BOTH, "RuntimeError: as asked")
+    assert not {"interference", "rows"} & set(found["kvcellar"])
+    assert len(found["recompute"]["interference"]["rounds"]) == 2
+    assert len(found["recompute"]["rows"]) == 2
+    assert "errors" not in found["recompute"]
+
+
+def test_a_mode_that_fails_later_keeps_its_interference(bench, monkeypatch):
+    monkeypatch.setenv("FAULT", f"kvcellar fails at {WARM_UP + KEEPING + 2}")
+    found = bench.measure(*BOTH)
+    assert found["kvcellar"]["errors"] == {"ttft": "RuntimeError: as asked"}
+    assert len(found["kvcellar"]["interference"]["rounds"]) == 2
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])
@@ -119,7 +216,7 @@ def test_a_mode_whose_engine_does_not_come_up_is_reported_and_the_other_goes_on(
 
 def test_when_the_time_is_over_what_was_measured_stays(bench, monkeypatch):
     monkeypatch.setattr(turns, "CLOSING_S", 1000.0)
-    found = bench.measure()
+    found = bench.measure(*BOTH)
     for its in found.values():
-        assert its["errors"]["ttft"] == "no time left for round 1 of 512 tokens"
+        assert its["errors"] == dict.fromkeys(BOTH, "no time left for round 1 of interference")
         assert its["engine_s"] >= 0

@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from bench.gpu import plot, ttft
+from bench.gpu import interference, plot, ttft
 from bench.gpu.engine import Answer
-from bench.gpu.prove import add, parts_of
+from bench.gpu.prove import add, parts_in_turns, parts_of
 from bench.gpu.report import print_report
 from bench.gpu.scale import FULL
 from bench.gpu.shapes import CONFIGS, stored_bytes
@@ -19,10 +19,11 @@ from kvcellar.slab import HEADER_MAGIC, Slab, SlabShape
 
 def test_every_mode_gets_the_parts_that_make_sense_in_the_order_that_they_need():
     asked = ["flip", "tokens", "ttft", "interference"]
-    assert parts_of(asked, "mla", "kvcellar") == ["interference", "tokens", "flip"]
-    assert parts_of(asked, "hybrid", "kvcellar") == ["interference", "tokens"]
-    assert parts_of(asked, "mla", "offload") == ["interference"]
-    assert parts_of(["tokens", "ttft"], "mla", "lmcache") == []
+    assert parts_of(asked, "mla", "kvcellar") == ["tokens", "flip"]
+    assert parts_of(asked, "hybrid", "kvcellar") == ["tokens"]
+    assert parts_of(asked, "mla", "offload") == []
+    assert parts_in_turns(asked) == ["interference", "ttft"]
+    assert parts_in_turns(["tokens", "pair"]) == []
 
 
 def test_what_other_engines_found_out_stays_and_an_error_goes_when_it_is_mended(tmp_path):
@@ -36,16 +37,19 @@ def test_what_other_engines_found_out_stays_and_an_error_goes_when_it_is_mended(
     ]
 
 
-def test_an_error_of_ttft_outlives_the_other_parts_and_they_outlive_it(tmp_path):
+def test_an_error_of_a_part_that_takes_turns_outlives_the_other_parts_and_they_outlive_it(tmp_path):
     out = tmp_path / "prove.json"
-    mla = {"model": "mla", "mode": "offload"}
-    add(out, mla | {"errors": {"ttft": "ended with 1"}})
-    add(out, mla | {"errors": {"interference": "took too long"}})
-    (both,) = add(out, mla | {"errors": {"ttft": "no end"}})
-    assert both["errors"] == {"interference": "took too long", "ttft": "no end"}
-    (one,) = add(out, mla | {"rows": [1]})
-    assert one["errors"] == {"interference": "took too long"}
-    assert add(out, mla | {"interference": {}}) == [mla | {"rows": [1], "interference": {}}]
+    mla = {"model": "mla", "mode": "kvcellar"}
+    add(out, mla | {"errors": {"ttft": "ended with 1", "interference": "ended with 1"}})
+    add(out, mla | {"errors": {"flip": "took too long"}})
+    (all_three,) = add(out, mla | {"errors": {"ttft": "no end"}})
+    assert all_three["errors"] == {"interference": "ended with 1", "flip": "took too long", "ttft": "no end"}
+    (two,) = add(out, mla | {"rows": [1]})
+    assert two["errors"] == {"interference": "ended with 1", "flip": "took too long"}
+    (one,) = add(out, mla | {"tokens": {"ok": True}})
+    assert one["errors"] == {"interference": "ended with 1"}
+    (none,) = add(out, mla | {"interference": {}})
+    assert none == mla | {"rows": [1], "tokens": {"ok": True}, "interference": {}}
 
 
 def test_every_mode_comes_first_and_last_as_often_as_the_others():
@@ -93,6 +97,61 @@ def test_the_table_has_the_modes_of_a_length_side_by_side_and_marks_the_fastest_
             ["kvcellar", "50.0", "1.000", "30.0*", "20.0", "25.0", "1.200", "5.0", "[9]"],
         )
     ]
+
+
+def beside(slow: float, **phases: float) -> dict[str, dict]:
+    """One round, on a host that is so much slower: tokens per second of each phase."""
+    found = {}
+    for name, rate in phases.items():
+        steps = {"gap_ms": 16.0 * slow, "gap_p99_ms": 30.0 * slow, "gap_max_ms": 40.0 * slow}
+        counts = {"asked": 0, "answered": [], "preempted": 0, "loaded": 0}
+        found[name] = {"tokens_per_s": rate / slow} | counts | steps
+    if "loads" in phases:
+        found["loads"] |= {"asked": 2, "answered": [(0.3, 47_984), (0.5 * slow, 48_000)], "loaded": 96_000}
+    return found
+
+
+def test_decoding_beside_loads_is_compared_with_decoding_alone_in_the_same_round():
+    rounds = [beside(1, alone=2000, loads=1200), beside(2, alone=2000, loads=1400, stores=500)]
+    found = interference.summary(rounds)
+    assert found["alone"]["tokens_per_s"] == 1500
+    assert found["loads"]["of_alone"] == pytest.approx(0.65)
+    assert found["stores"]["of_alone"] == pytest.approx(0.25)
+    assert (found["loads"]["gap_ms"], found["loads"]["gap_max_ms"]) == (24.0, 80.0)
+    assert (found["loads"]["asked"], found["loads"]["answered"]) == (4, 4)
+    assert (found["loads"]["answered_ms"], found["loads"]["cached"]) == (400.0, 47_984)
+    assert found["loads"]["loaded"] == 48_000
+    assert "asked" not in found["alone"]
+    assert found["rounds"] == rounds
+
+
+def test_the_table_of_interference_says_what_was_preempted_or_not_answered(capsys):
+    troubled = beside(1, alone=2000, loads=1200, stores=500)
+    troubled["loads"] |= {"preempted": 3, "asked": 4}
+    rounds = {"recompute": beside(1, alone=2000, stores=500), "kvcellar": troubled}
+    entries = [
+        {"model": "llama8b", "mode": mode, "interference": interference.summary([one])}
+        for mode, one in rounds.items()
+    ]
+    assert print_report(entries)
+    without, with_loads = (line.split() for line in capsys.readouterr().out.splitlines()[1:3])
+    assert without == ["llama8b", "recompute", "2000", "500", "0.250", "40", "40"]
+    assert with_loads[:7] == ["llama8b", "kvcellar", "2000", "1200", "0.600", "500", "0.250"]
+    assert with_loads[7:12] == ["40", "40", "40", "400", "24000"]
+    assert with_loads[12:] == ["2", "NOT", "ANSWERED", "3", "PREEMPTED"]
+
+
+def test_every_load_beside_others_is_whole_and_nobody_is_preempted_for_it():
+    token, seconds = stored_bytes("llama8b", 1), FULL.seconds
+    pool = FULL.in_turns["llama8b"]["kv_cache_memory_bytes"] // token
+    # What vLLM keeps of a prompt is its beginning, until there is room for no more than two.
+    assert pool < 2 * FULL.loaded
+    # 3,200 tokens per second: on the GPU 2,000 were seen.
+    assert FULL.long + FULL.decoders * 100 + 3_200 * max(seconds.values()) < pool
+    # All that is stored until the last loads, at 2,000.
+    decoded = FULL.decoders * 200 + 2_000 * (seconds["alone"] + seconds["loads"])
+    _, gib = FULL.turns_cache("llama8b")
+    assert (interference.LOADED * FULL.loaded + interference.ROUNDS * decoded) * token < gib << 30
 
 
 @pytest.mark.parametrize(("model", "fit"), [("llama8b", 4), ("mla", 4), ("hybrid", 3)])
