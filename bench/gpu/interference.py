@@ -24,7 +24,7 @@ from bench.gpu.ttft import settle
 
 LOADED = 3  # prompts
 ROUNDS = 2  # the last one with stores: they drive out of the cache what is loaded
-EVERY_S = 0.375
+EVERY_S = 0.5
 _NEW = 2  # prompts that are stored
 _PROMPT = 100  # tokens of those that decode: what they store is to leave room for what is loaded
 _REST = 512  # tokens: chunks differ, and of a prompt its end is always computed

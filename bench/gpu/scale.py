@@ -19,8 +19,7 @@ class Scale(NamedTuple):
     engine: Mapping[str, Any]  # arguments of vllm.LLM
     by_model: Mapping[str, dict[str, Any]]  # and of one model
     vocabulary: int  # prompts are drawn from so many tokens
-    cache_gib: int
-    turns_gib: int  # the same, where engines take turns
+    cache_gib: Mapping[str, int]  # of an engine alone, in turns, and with loads and stores beside others
     lengths: tuple[int, ...]  # of prompts whose time to first token is measured
     chunk: int  # tokens
     long: int  # tokens of the longest prompt
@@ -47,10 +46,10 @@ class Scale(NamedTuple):
         """What each of them takes of the GPU."""
         return WEIGHT_BYTES[model] + stored_bytes(model, _TURNS[model][1]) + _BESIDE
 
-    def turns_cache(self, model: str) -> tuple[int, int]:
+    def turns_cache(self, model: str, *, beside: bool) -> tuple[int, int]:
         """GiB for each mode: what the longest prompt takes, and a bit; and what is better."""
         least = (stored_bytes(model, self.long) * 125 // 100 >> 30) + 1
-        return least, max(least, self.turns_gib)
+        return least, max(least, self.cache_gib["beside" if beside else "turns"])
 
 
 def _in_turns(model: str) -> dict[str, Any]:
@@ -82,12 +81,11 @@ FULL = Scale(
     | {"max_model_len": 66_000, "gpu_memory_utilization": 0.6, "max_num_batched_tokens": 16_384},
     by_model={},
     vocabulary=100_000,
-    cache_gib=48,
-    turns_gib=24,
+    cache_gib={"alone": 48, "turns": 20, "beside": 30},
     lengths=(2_048, 8_192, 32_768, 64_000),
     chunk=128,
     long=64_000,
-    loaded=48_000,
+    loaded=64_000,
     decoders=32,
     decode=16_000,
     rest_s=8.0,
@@ -137,8 +135,7 @@ SMALL = Scale(
         }
     },
     vocabulary=4000,
-    cache_gib=1,
-    turns_gib=1,
+    cache_gib={"alone": 1, "turns": 1, "beside": 1},
     lengths=(512, 1024),
     chunk=128,
     long=1024,

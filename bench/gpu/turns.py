@@ -107,7 +107,7 @@ def measure(run: Run, modes: Sequence[str]) -> dict[str, dict[str, Any]]:
     """By mode."""
     if run.scale.gpu:
         refuse_too_many(run.model, len(modes), run.scale.turns_bytes(run.model), _free_on_gpu())
-    gib = _cache(run.scale, run.model, sum(mode != "recompute" for mode in modes))
+    gib = _cache(run, sum(mode != "recompute" for mode in modes))
     entrants = [Entrant(run, mode) for mode in modes]
     rate = None
     try:
@@ -143,12 +143,14 @@ def _free_on_gpu() -> int:
     return int(told.split()[0]) << 20
 
 
-def _cache(scale: Scale, model: str, count: int) -> int:
+def _cache(run: Run, count: int) -> int:
     """GiB for each of them."""
-    least, wanted = scale.turns_cache(model)
+    least, wanted = run.scale.turns_cache(run.model, beside="interference" in run.parts)
     gib = cache_gib(wanted)
     if gib < least:
-        raise RuntimeError(f"the longest prompt of {model} takes {least} GiB of cache, /dev/shm has {gib}")
+        raise RuntimeError(
+            f"the longest prompt of {run.model} takes {least} GiB of cache, /dev/shm has {gib}"
+        )
     told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(told["MemAvailable"].split()[0]) >> 20
     if count * gib > available:  # said, not refused: a virtual machine's memory may grow with its use

@@ -150,7 +150,7 @@ def test_every_load_beside_others_is_whole_and_nobody_is_preempted_for_it():
     assert FULL.long + FULL.decoders * 100 + 3_200 * max(seconds.values()) < pool
     # All that is stored until the last loads, at 2,000.
     decoded = FULL.decoders * 200 + 2_000 * (seconds["alone"] + seconds["loads"])
-    _, gib = FULL.turns_cache("llama8b")
+    _, gib = FULL.turns_cache("llama8b", beside=True)
     assert (interference.LOADED * FULL.loaded + interference.ROUNDS * decoded) * token < gib << 30
 
 
@@ -164,7 +164,7 @@ def test_engines_that_do_not_fit_the_gpu_together_are_refused(model, fit):
 
 def test_the_cache_of_each_mode_holds_the_longest_prompt():
     for model in CONFIGS:
-        least, wanted = FULL.turns_cache(model)
+        least, wanted = FULL.turns_cache(model, beside=False)
         assert stored_bytes(model, FULL.long) < least << 30 <= wanted << 30
 
 
