@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.gpu import timeline
 from bench.gpu.engine import ENVIRONMENT, backing, end, server
 from bench.gpu.progress import MARK, say
 from bench.gpu.scale import Scale
@@ -25,7 +26,6 @@ from bench.gpu.weights import plugin_path
 
 ROOT = Path(__file__).parents[2]
 _CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-TIMELINE = "timeline.txt"
 TURNS = "turns"
 _END_S = 25.0  # for an engine to leave by itself
 
@@ -81,7 +81,7 @@ class Child:
         path.write_text(json.dumps(job | {"result": str(self.result_path)}))
         before = [str(plugin_path(folder)), str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | ENVIRONMENT | (_CPU if job["small"] else {})
-        environment["KVCELLAR_BENCH_TIMELINE"] = str(folder / TIMELINE)
+        environment[timeline.VARIABLE] = str(folder / timeline.NAME)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bench.gpu.job", str(path)],
             stdin=subprocess.PIPE,

@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from bench.gpu.timeline import VARIABLE
 from kvcellar.transfer import HostMover
 from kvcellar.vllm import connector
 from kvcellar.vllm.connector import _Facade as Facade
-
-FILE = "KVCELLAR_BENCH_TIMELINE"  # in the environment
 
 try:
     from kvcellar.transfer.cuda.mover import CudaMover
@@ -21,7 +20,7 @@ except ImportError:  # vLLM for CPU
 
 @functools.cache
 def _file() -> int:
-    return os.open(os.environ[FILE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    return os.open(os.environ[VARIABLE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
 
 def _note(moment: str) -> None:

@@ -14,6 +14,7 @@ from bench.gpu.progress import say
 from bench.gpu.shapes import kv_bytes
 from bench.gpu.ttft import settle
 
+VARIABLE, NAME = "KVCELLAR_BENCH_TIMELINE", "timeline.txt"  # where the engine finds the name of the file
 ROUNDS = 9
 
 # A stage, and the moment with which it ends. A prompt that is still on the GPU does not go through all.
@@ -41,7 +42,7 @@ def measure(engine: Engine, file: Path) -> list[dict[str, Any]]:
             engine.forget()
             warm.append(_stages(engine, prompt, file))
             kept.append(_stages(engine, prompt, file))
-        row = {"tokens": tokens, "bytes": kv_bytes(engine.model, tokens)}
+        row: dict[str, Any] = {"tokens": tokens, "bytes": kv_bytes(engine.model, tokens)}
         rows.append(row | {"warm": _medians(warm), "kept": _medians(kept)})
         say(f"{tokens} tokens: " + ", ".join(f"{name} {ms:.2f}" for name, ms in rows[-1]["warm"].items()))
     return rows

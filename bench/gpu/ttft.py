@@ -14,7 +14,7 @@ Knows nothing of other modes' engines: turns.py drives them.
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from bench.gpu.engine import Engine
@@ -78,17 +78,13 @@ def row(rounds: Rounds, alone: Rounds, bus_ms: float | None) -> dict[str, Any]:
     found: dict[str, Any] = {name: statistics.median(values) for name, values in times.items()}
     found["times"] = times
     if alone:
-        found["of_recompute"] = _median(
+        found["of_recompute"] = statistics.median(
             one["cold"] / base["cold"] for one, base in zip(rounds, alone, strict=False)
         )
     if "warm" in times:
         found |= {"cached": [one["cached"] for one in rounds], "same": all(one["same"] for one in rounds)}
     if "warm" in times and bus_ms is not None:
         found["floor"] = found["kept"] + bus_ms
-        found["of_floor"] = _median(one["warm"] / (one["kept"] + bus_ms) for one in rounds)
-        found["over"] = _median(one["warm"] - one["kept"] - bus_ms for one in rounds)
+        found["of_floor"] = statistics.median(one["warm"] / (one["kept"] + bus_ms) for one in rounds)
+        found["over"] = statistics.median(one["warm"] - one["kept"] - bus_ms for one in rounds)
     return found
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(list(values))

@@ -60,6 +60,17 @@ def compare(child: subprocess.Popen[str], case: object) -> str:
     return answer
 
 
+def test_a_kernel_is_launched_without_triton_only_if_it_takes_what_it_is_given():
+    command = [vllm_python(), ROOT / "tests" / "cuda" / "compile.py"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert told.returncode == 0, told.stderr
+    taken = json.loads(told.stdout.splitlines()[-1])
+    refused = {"one more before", "one less", "another type", "not a kernel"}
+    assert {name for name, takes in taken.items() if not takes} == refused
+    assert len(taken) == len(refused) + 4
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases)
 def test_the_gpu_mover_does_what_the_host_mover_does(interpreter, case):

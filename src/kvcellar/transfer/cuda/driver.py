@@ -19,7 +19,7 @@ _holding = ctypes.PyDLL("libcuda.so.1")
 _letting_go = ctypes.CDLL("libcuda.so.1")
 
 _NO_TIMING, _BLOCKING = 2, 1  # flags of an event; blocking: a wait sleeps
-_HIDDEN = 4  # room for what compilers put behind a kernel's own arguments; null, like Triton's scratch memory
+HIDDEN = 4  # room for what compilers put behind a kernel's own arguments; null, like Triton's scratch memory
 
 
 def _function(library: ctypes.CDLL, name: str, *types: Any) -> Any:
@@ -44,7 +44,8 @@ _launch = _function(
 
 
 def enter(device: torch.device) -> None:
-    """Once per thread that calls any of these, or more often."""
+    """Once per thread that calls any of these or torch's, or more often."""
+    torch.cuda.set_device(device)  # by itself no context for the driver: it may do nothing for device 0
     (error,) = cudart.cudaSetDevice(device.index or 0)
     _check(int(error))
 
@@ -80,7 +81,7 @@ class Kernel:
 
     def __init__(self, function: int, threads: int, shared: int, arguments: int) -> None:
         self._function, self._threads, self._shared = function, threads, shared
-        slots = arguments + _HIDDEN
+        slots = arguments + HIDDEN
         self._values = (ctypes.c_int64 * slots)()  # an integer of 4 bytes is the beginning of one of 8
         first = ctypes.addressof(self._values)
         self._pointers = (c_void_p * slots)(*range(first, first + 8 * slots, 8))

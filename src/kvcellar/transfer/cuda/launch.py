@@ -6,17 +6,18 @@ interpreter, it is Triton's own way.
 """
 
 import logging
+import re
 from typing import Any
 
 import torch
 
 from kvcellar.transfer.cuda import driver
-from kvcellar.transfer.cuda.ring import Sent
+from kvcellar.transfer.cuda.ring import Run
 from kvcellar.transfer.kernels import compiled, move
 
 log = logging.getLogger(__name__)
 
-_TYPES = ("*i64", "*i64", None, "*i64", "*i64", "*i64", "i32", "i32", "i32", "i32")  # None: by the unit
+_BITS = ["64"] * 6 + ["32"] * 4  # of the kernel's parameters: pointers, then integers
 _WARP = 32
 
 
@@ -38,9 +39,9 @@ class Launch:
         self._rows, self._address = len(table), table.data_ptr()
         self._more = [tensor.data_ptr() for tensor in weights]
 
-    def __call__(self, sent: Sent, group: int, chunks: range, staging: torch.Tensor, stream: int) -> None:
-        """On that stream, which is also torch's current one. `chunks`: rows of the group's block table."""
-        blocks, sums = sent.blocks[group], sent.sums[group]
+    def __call__(self, run: Run, table: int, chunks: range, staging: torch.Tensor, stream: int) -> None:
+        """On that stream, which is also torch's current one. `chunks`: rows of that table of the run's."""
+        blocks, sums = run.sent.blocks[table], run.sent.sums[table]
         part = self._part
         if self._kernel is None:
             move(
@@ -76,19 +77,21 @@ def _direct(kernel: Any, most: int) -> driver.Kernel | None:
     if kernel is None:  # interpreted
         return None
     try:
-        types = [kind for kind in kernel.src.signature.values() if kind != "constexpr"]
         about = kernel.metadata
-        plain = (
-            about.num_ctas == 1
-            and not about.global_scratch_size
-            and not getattr(about, "profile_scratch_size", 0)
-        )
-        expected = len(types) == len(_TYPES) and all(
-            want in {None, got} for want, got in zip(_TYPES, types, strict=True)
-        )
-        if plain and expected and most < 1 << 31:
-            return driver.Kernel(kernel.function, about.num_warps * _WARP, about.shared, len(types))
-    except AttributeError as error:
+        scratch = about.global_scratch_size or getattr(about, "profile_scratch_size", 0)
+        if takes_ours(kernel.asm["ptx"]) and about.num_ctas == 1 and not scratch and most < 1 << 31:
+            return driver.Kernel(int(kernel.function), about.num_warps * _WARP, about.shared, len(_BITS))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         log.info("KVCellar: a version of Triton that is not known: %s", error)
     log.warning("KVCellar: launching through Triton: beside loads and stores, the engine will be slower")
     return None
+
+
+def takes_ours(ptx: str) -> bool:
+    """Whether the kernel's parameters, as it was compiled, are ours, and behind them nothing but pointers of
+    the compiler's own. One that took anything else would write to the wrong memory.
+    """
+    entry = re.search(r"\.entry\s+\w+\s*\((.*?)\)", ptx, re.DOTALL)
+    bits = re.findall(r"\.param\s+\.[a-z](\d+)", entry.group(1)) if entry else []
+    ours, hidden = bits[: len(_BITS)], bits[len(_BITS) :]
+    return ours == _BITS and set(hidden) <= {"64"} and len(hidden) <= driver.HIDDEN

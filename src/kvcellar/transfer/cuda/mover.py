@@ -147,7 +147,6 @@ class CudaMover:
 
     def store(self, rows: Sequence[Rows], slots: Slots, after: Any) -> None:
         """Copy each row's blocks into its slot, then write the slot's header."""
-        torch.cuda.set_device(self.device)
         found: list[list[Slot]] = [[] for _ in rows]
         with self._stores.running(lambda: self._sources(rows), after) as run:
             for number, part in enumerate(rows):
@@ -165,7 +164,6 @@ class CudaMover:
         A row fails when its slot holds another object, or bytes that do not match their checksum; its blocks
         then hold garbage.
         """
-        torch.cuda.set_device(self.device)
         promised: list[list[int | None]] = [[] for _ in rows]
         with self._loads.running(lambda: self._targets(rows), after) as run:
             for number, part in enumerate(rows):
@@ -228,14 +226,10 @@ class CudaMover:
                 self._loads.locked = self._stores.locked = self._pins.all_locked
             for part in group.parts:
                 launch = part.load if load else part.store
-                kernel = functools.partial(_launch, launch, run, number, some)
+                kernel = functools.partial(launch, run, number, some)
                 starts = [address + part.start for address in addresses]
                 spans = _spans(starts, places[some.start :], part.stop - part.start, group.slot_bytes)
                 yield some, found if part.start == 0 else [], (spans, kernel)
-
-
-def _launch(launch: Launch, run: Run, number: int, some: range, staging: torch.Tensor, stream: int) -> None:
-    launch(run.sent, number, some, staging, stream)
 
 
 def _pieces(addresses: list[int], places: list[int], slot_bytes: int) -> set[int]:

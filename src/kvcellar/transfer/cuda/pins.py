@@ -71,7 +71,7 @@ class Pins:
                     time.sleep(_PAUSE_S)
                 elif not wanted:
                     self._unlock(address)
-            if wanted and self._todo.empty():
+            if wanted and self._todo.empty() and self.all_locked:
                 with self._locking:
                     size = sum(self._pieces[address][0] for address in self._locked)
                 log.info("KVCellar: %.1f GiB of the cache are page-locked", size / (1 << 30))

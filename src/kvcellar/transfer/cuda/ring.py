@@ -136,11 +136,7 @@ class Ring:
         """Bytes at these addresses into a buffer, and out of it."""
         buffer, dma, work = self._next(), self._dma.cuda_stream, self._work.cuda_stream
         buffer.moved.hold_up(dma)
-        gpu = buffer.address
-        for host, size in spans:
-            driver.copy_to_gpu(gpu, host, size, dma, locked=self.locked)
-            gpu += size
-        buffer.copied.record(dma)
+        self._copy(driver.copy_to_gpu, buffer, spans)
         buffer.copied.hold_up(work)
         scatter(buffer.words, work)
         buffer.moved.record(work)
@@ -153,12 +149,15 @@ class Ring:
         gather(buffer.words, work)
         buffer.moved.record(work)
         buffer.moved.hold_up(dma)
-        gpu = buffer.address
+        self._copy(driver.copy_to_host, buffer, spans)
+        self._pace(dma, len(spans))
+
+    def _copy(self, call: Callable[..., None], buffer: "_Buffer", spans: Sequence[Span]) -> None:
+        gpu, dma = buffer.address, self._dma.cuda_stream
         for host, size in spans:
-            driver.copy_to_host(gpu, host, size, dma, locked=self.locked)
+            call(gpu, host, size, dma, locked=self.locked)
             gpu += size
         buffer.copied.record(dma)
-        self._pace(dma, len(spans))
 
     def _next(self) -> "_Buffer":
         self._turn += 1
