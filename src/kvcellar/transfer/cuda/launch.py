@@ -39,27 +39,21 @@ class Launch:
         self._rows, self._address = len(table), table.data_ptr()
         self._more = [tensor.data_ptr() for tensor in weights]
 
-    def __call__(self, run: Run, table: int, chunks: range, staging: torch.Tensor, stream: int) -> None:
-        """On that stream, which is also torch's current one. `chunks`: rows of that table of the run's."""
+    def __call__(
+        self, run: Run, table: int, chunks: range, staging: torch.Tensor, stream: torch.cuda.Stream
+    ) -> None:
+        """`chunks`: rows of that table of the run's."""
         blocks, sums = run.sent.blocks[table], run.sent.sums[table]
         part = self._part
         if self._kernel is None:
-            move(
-                self._table,
-                blocks,
-                chunks,
-                staging,
-                sums,
-                self._weights,
-                part.start,
-                len(part),
-                **self._how,
-            )
+            about = (self._table, blocks, chunks, staging, sums, self._weights, part.start, len(part))
+            with torch.cuda.stream(stream):
+                move(*about, **self._how)
             return
         self._kernel.launch(
             self._rows,
             len(chunks) * self._per_chunk,
-            stream,
+            stream.cuda_stream,
             self._address,
             blocks.data_ptr(),
             staging.data_ptr(),

@@ -1,8 +1,11 @@
 """Staging buffers in GPU memory, and the streams that fill and empty them.
 
-All DMA of a direction is on one stream, so that the bus goes from one copy to the next without a gap; kernels
-run on another, beside the DMA of the next buffer. Events keep a buffer from being overwritten. Knows nothing
-of objects: whoever calls says what a kernel does with a buffer.
+Each buffer has a stream of its own, on which DMA and kernel alternate: while one waits for its kernel, the
+bus is the other's. That keeps a buffer from being overwritten, and lets others at the bus in between: the
+GPU's copy engine goes on with a stream as long as that has copies ready, and when all DMA was on one stream,
+the engine's own small copies waited for whole loads (steps took 13 times as long, now 1.5; H200).
+
+Knows nothing of objects: whoever calls says what a kernel does with a buffer.
 """
 
 import contextlib
@@ -17,17 +20,18 @@ from kvcellar.transfer import sum64
 from kvcellar.transfer.cuda import driver
 from kvcellar.transfer.steps import BlockIds
 
-BUFFERS = 2  # one is moved by a kernel while the other is on the bus
+# One is moved by a kernel while the other is on the bus. Not more: with four, others wait as with one stream.
+BUFFERS = 2
 
 # So many calls of the driver are made in one go, which holds the GIL for a millisecond, and twice as many are
-# under way at most: with more, the driver would make us wait, GIL and all. Six for a buffer that is filled
-# from one place make 32 buffers. Each pause is a change of the GIL's hands: with 2 buffers in a go, a thread
-# that launches small kernels beside loads took 1.9 times as long, with 8 1.5, with 32 1.2, which is what it
-# takes with no Python at all (H200).
-_PACE, _PER_BUFFER = 192, 5
+# under way at most: with more, the driver would make us wait, GIL and all. A buffer that is filled from one
+# place takes two. Each pause is a change of the GIL's hands: with 2 buffers in a go, a thread that launches
+# small kernels beside loads took 1.9 times as long, with 8 1.5, with 32 1.2, which is what it takes with no
+# Python at all (H200).
+_PACE = 96
 
 Span = tuple[int, int]  # address and bytes on the host
-Kernel = Callable[[torch.Tensor, int], None]  # what to do with a buffer, on a stream
+Kernel = Callable[[torch.Tensor, torch.cuda.Stream], None]  # what to do with a buffer, on a stream
 
 
 class Run:
@@ -84,28 +88,28 @@ class _Tables:
         return np.split(self._here.numpy()[: sum(rows)].view(np.uint64), np.cumsum(rows)[:-1])
 
 
-class _Buffer:
+class _Lane:
+    """A buffer, and the stream on which it is filled and emptied."""
+
     def __init__(self, device: torch.device, size: int) -> None:
         self.words = torch.empty(size // 8, dtype=torch.int64, device=device)
         self.address = self.words.data_ptr()
-        self.copied = driver.Event()  # to or from the host
-        self.moved = driver.Event()  # by a kernel
+        # Ahead of the engine's kernels: ours are short, and the bus waits for them.
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.raw = self.stream.cuda_stream
 
 
 class Ring:
-    """The staging buffers of one direction: all DMA on one stream, all kernels on another."""
+    """The staging buffers of one direction."""
 
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:
         driver.enter(device)
         self.buffer_bytes = buffer_bytes
         self.locked = True  # whether all host memory is page-locked
         self._device = device
-        self._dma = torch.cuda.Stream(device)
-        # Ahead of the engine's kernels: ours are short, and the bus waits for them.
-        self._work = torch.cuda.Stream(device, priority=-1)
-        self._buffers = [_Buffer(device, buffer_bytes) for _ in range(BUFFERS)]
+        self._lanes = [_Lane(device, buffer_bytes) for _ in range(BUFFERS)]
         self._tables = _Tables(device)
-        self._done = driver.Event()
+        self._sent, self._over, self._done = driver.Event(), driver.Event(), driver.Event()
         self._paces = [driver.Event(), driver.Event()]
         self._calls = 0  # since the last pause
         self._turn = 0
@@ -119,55 +123,61 @@ class Ring:
         afterwards nothing is.
         """
         driver.enter(self._device)
+        first, second = self._lanes
         if after is not None:
-            self._work.wait_event(after)
-            self._dma.wait_event(after)
-        with torch.cuda.stream(self._work):
-            run = Run(lambda: self._tables.send(tables()))
+            first.stream.wait_event(after)
+            second.stream.wait_event(after)
+        with torch.cuda.stream(first.stream):
+            run = Run(lambda: self._send(tables()))
             try:
                 yield run
+                self._wait_for(second, first, self._over)
                 run.added = self._tables.fetch(run.sent)
             finally:
-                self._work.wait_stream(self._dma)
-                self._done.record(self._work.cuda_stream)
+                self._wait_for(second, first, self._over)
+                self._done.record(first.raw)
                 self._done.synchronize()
+
+    def _send(self, tables: Sequence[BlockIds]) -> Sent:
+        first, second = self._lanes
+        sent = self._tables.send(tables)
+        self._wait_for(first, second, self._sent)
+        return sent
+
+    @staticmethod
+    def _wait_for(lane: _Lane, waiting: _Lane, by: driver.Event) -> None:
+        by.record(lane.raw)
+        by.hold_up(waiting.raw)
 
     def load(self, spans: Sequence[Span], scatter: Kernel) -> None:
         """Bytes at these addresses into a buffer, and out of it."""
-        buffer, dma, work = self._next(), self._dma.cuda_stream, self._work.cuda_stream
-        buffer.moved.hold_up(dma)
-        self._copy(driver.copy_to_gpu, buffer, spans)
-        buffer.copied.hold_up(work)
-        scatter(buffer.words, work)
-        buffer.moved.record(work)
-        self._pace(work, len(spans))
+        lane = self._next()
+        gpu = lane.address
+        for host, size in spans:
+            driver.copy_to_gpu(gpu, host, size, lane.raw, locked=self.locked)
+            gpu += size
+        scatter(lane.words, lane.stream)
+        self._pace(lane, len(spans))
 
     def store(self, spans: Sequence[Span], gather: Kernel) -> None:
         """Bytes into a buffer, and out of it to these addresses."""
-        buffer, dma, work = self._next(), self._dma.cuda_stream, self._work.cuda_stream
-        buffer.copied.hold_up(work)
-        gather(buffer.words, work)
-        buffer.moved.record(work)
-        buffer.moved.hold_up(dma)
-        self._copy(driver.copy_to_host, buffer, spans)
-        self._pace(dma, len(spans))
-
-    def _copy(self, call: Callable[..., None], buffer: "_Buffer", spans: Sequence[Span]) -> None:
-        gpu, dma = buffer.address, self._dma.cuda_stream
+        lane = self._next()
+        gather(lane.words, lane.stream)
+        gpu = lane.address
         for host, size in spans:
-            call(gpu, host, size, dma, locked=self.locked)
+            driver.copy_to_host(gpu, host, size, lane.raw, locked=self.locked)
             gpu += size
-        buffer.copied.record(dma)
+        self._pace(lane, len(spans))
 
-    def _next(self) -> "_Buffer":
+    def _next(self) -> _Lane:
         self._turn += 1
-        return self._buffers[self._turn % BUFFERS]
+        return self._lanes[self._turn % BUFFERS]
 
-    def _pace(self, stream: int, copies: int) -> None:
-        """Not too far ahead of what is over on this stream."""
-        self._calls += copies + _PER_BUFFER
+    def _pace(self, lane: _Lane, copies: int) -> None:
+        """Not too far ahead of what is over in this lane."""
+        self._calls += copies + 1
         if self._calls >= _PACE:
             self._calls = 0
-            self._paces[0].record(stream)
+            self._paces[0].record(lane.raw)
             self._paces[1].synchronize()
             self._paces.reverse()
