@@ -19,7 +19,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.identity import SKIP, ChunkKey, CopyPlan, Namespace, layout_of
 from kvcellar.slab import Bytes
 from kvcellar.transfer.checksum import digest_maker
-from kvcellar.transfer.slots import Slot, Slots, Stamp, check_keys, check_places, find_slots
+from kvcellar.transfer.slots import Slot, Slots, Stamp, check_keys, check_places, find_slots, writable
 from kvcellar.transfer.steps import BlockIds, check_blocks, check_layers, check_targets, make_steps
 
 
@@ -94,7 +94,7 @@ class HostTransfer:
             targets = step.within(slot.payload)
             step.gather(blocks[step.positions], targets)
             digest.update(targets)
-        self._stamp.write(slot.header, key, digest.intdigest())
+        self._stamp.write(writable(slot.header), key, digest.intdigest())
 
     def _load_row(self, blocks: BlockIds, key: ChunkKey, slot: Slot) -> bool:
         promised = self._stamp.promised(slot.header, key)

@@ -39,16 +39,20 @@ class Stamp:
         self._what = (HEADER_MAGIC, group, shard, layout_of(namespace, shard, group).object_bytes)
         self._namespace = namespace.id
 
-    def write(self, header: np.void, key: ChunkKey, checksum: int) -> None:
+    def write(self, header: memoryview, key: ChunkKey, checksum: int) -> None:
         """To be called after the last byte: it is the header that makes the bytes an object."""
-        record = np.asarray(header)  # of the same memory; a scalar's own buffer is read-only
-        _FIELDS.pack_into(record.data, 0, *self._what, checksum, key, self._namespace, 0)
+        _FIELDS.pack_into(header, 0, *self._what, checksum, key, self._namespace, 0)
 
     def promised(self, header: np.void | memoryview, key: ChunkKey) -> int | None:
         """The checksum of the object in this slot; None when another object lies there, or none."""
         *what, checksum, found, namespace, unused = _FIELDS.unpack(header.tobytes())
         same = (*what, found, namespace, unused) == (*self._what, key, self._namespace, 0)
         return checksum if same else None
+
+
+def writable(header: np.void) -> memoryview:
+    """The same memory; a scalar's own buffer is read-only."""
+    return np.asarray(header).data
 
 
 def find_slots(slots: Slots, group: int, places: Sequence[int], object_bytes: int) -> list[Slot]:

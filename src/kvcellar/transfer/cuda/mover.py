@@ -28,7 +28,7 @@ from kvcellar.transfer.cuda.ring import BUFFERS, Kernel, Ring, Run, Span
 from kvcellar.transfer.geometry import FEW_PIECES, block_shape
 from kvcellar.transfer.kernels import BYTE, WORD
 from kvcellar.transfer.mover import Rows
-from kvcellar.transfer.slots import Slot, Slots, Stamp, check_keys, check_places, find_slots
+from kvcellar.transfer.slots import Slot, Slots, Stamp, check_keys, check_places, find_slots, writable
 from kvcellar.transfer.steps import BlockIds, check_blocks, check_targets
 
 log = logging.getLogger(__name__)
@@ -147,16 +147,16 @@ class CudaMover:
 
     def store(self, rows: Sequence[Rows], slots: Slots, after: Any) -> None:
         """Copy each row's blocks into its slot, then write the slot's header."""
-        found: list[list[Slot]] = [[] for _ in rows]
+        headers: list[list[memoryview]] = [[] for _ in rows]
         with self._stores.running(lambda: self._sources(rows), after) as run:
             for number, part in enumerate(rows):
                 for _, places, launch in self._batches(run, number, part, slots, load=False):
-                    found[number] += places
+                    headers[number] += [writable(slot.header) for slot in places]
                     self._stores.store(*launch)
-        for part, places, sums in zip(rows, found, self._finish(run, rows), strict=True):
+        for part, some, sums in zip(rows, headers, self._finish(run, rows), strict=True):
             stamp = self._groups[part.plan.group].stamp
-            for slot, key, checksum in zip(places, part.keys, sums, strict=True):
-                stamp.write(slot.header, key, checksum)
+            for header, key, checksum in zip(some, part.keys, sums, strict=True):
+                stamp.write(header, key, checksum)
 
     def load(self, rows: Sequence[Rows], slots: Slots, after: Any) -> list[list[int]]:
         """Copy each row's slot into its blocks, except where they are SKIP; return the rows that failed.
