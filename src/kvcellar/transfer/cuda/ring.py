@@ -23,12 +23,11 @@ from kvcellar.transfer.steps import BlockIds
 # One is moved by a kernel while the other is on the bus. Not more: with four, others wait as with one stream.
 BUFFERS = 2
 
-# So many calls of the driver are made in one go, which holds the GIL for a millisecond, and twice as many are
-# under way at most: with more, the driver would make us wait, GIL and all. A buffer that is filled from one
-# place takes two. Each pause is a change of the GIL's hands: with 2 buffers in a go, a thread that launches
-# small kernels beside loads took 1.9 times as long, with 8 1.5, with 32 1.2, which is what it takes with no
-# Python at all (H200).
-_PACE = 96
+# So many calls of the driver are made in one go, with the GIL held, and twice as many are under way at most.
+# A buffer that is filled from one place takes two. With more, loads and stores get in each other's way: both
+# at once reach 0.96 of the bus with 16, and 0.92 with 32 to 96 (H200). With fewer, the GIL changes hands more
+# often.
+_PACE = 16
 
 Span = tuple[int, int]  # address and bytes on the host
 Kernel = Callable[[torch.Tensor, torch.cuda.Stream], None]  # what to do with a buffer, on a stream
