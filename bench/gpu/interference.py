@@ -1,10 +1,11 @@
 """What loads and stores of long prompts do to requests that are being answered beside them.
 
 Many requests decode all the time. Measured are their tokens per second, and the times between two of their
-steps, in phases: `alone`; `loads`, a long prompt from the cache every so often; `stores`, new long prompts,
-which are computed and, where there is a cache, stored. Computing takes the GPU from the others in any case:
-of the last phase, the difference to the mode without a connector is what counts. Every phase has decoders of
-its own, so that they never grow large: the pool of an engine that shares the GPU is small.
+steps, in spells: `alone`; then `loads`, a long prompt from the cache every so often, or `stores`, new long
+prompts, which are computed and, where there is a cache, stored; then alone again. What is compared are two
+neighbours: a host's speed drifts within seconds. Computing takes the GPU from the others in any case: of
+`stores`, the difference to other modes is what counts. Both have decoders of their own, so that they never
+grow large: the pool of an engine that shares the GPU is small.
 
 Three prompts are loaded in turn. With two, where the GPU has room for one and a half, vLLM would still have
 the beginning of each: it gives up the ends first. Knows nothing of other modes' engines: turns.py drives
@@ -24,8 +25,8 @@ from bench.gpu.ttft import settle
 
 LOADED = 3  # prompts
 ROUNDS = 2  # the last one with stores: they drive out of the cache what is loaded
-EVERY_S = 0.5
-_NEW = 2  # prompts that are stored
+SPELLS = {"loads": 3, "stores": 2}  # of each kind, in one round
+EVERY_S = {"loads": 0.5, "stores": 60.0}  # seconds until the next long prompt: a new one comes by itself
 _PROMPT = 100  # tokens of those that decode: what they store is to leave room for what is loaded
 _REST = 512  # tokens: chunks differ, and of a prompt its end is always computed
 _NUMBERS = itertools.count()  # of requests: no two have the same name
@@ -92,18 +93,18 @@ class _Driver:
                 self.answered.append((took, output.num_cached_tokens or 0))
         return decoded
 
-    def phase(self, seconds: float, long: Iterator[list[int]], every: float) -> dict[str, Any]:
+    def spell(self, seconds: float, long: Iterator[list[int]], every: float) -> dict[str, Any]:
         """Decode for so long, and start a long prompt every so often."""
         self._decoding = dict.fromkeys(self._decoding, 0)
+        self.answered = []
+        before = _loaded()
         begun = time.monotonic()
         due, last, decoded, asked = begun, begun, 0, 0
         gaps = []
         while (now := time.monotonic()) < begun + seconds:
-            if now >= due and due + every <= begun + seconds:
-                prompt = next(long, None)
-                if prompt is not None:
-                    self.ask(prompt)
-                    asked += 1
+            if now >= due and (prompt := next(long, None)) is not None:
+                self.ask(prompt)
+                asked += 1
                 due += every
             fresh = self.step()
             decoded += fresh
@@ -115,9 +116,10 @@ class _Driver:
         most = max(self._decoding.values())
         preempted = sum(tokens < most - _BEHIND for tokens in self._decoding.values())
         found = {"tokens_per_s": decoded / took, "seconds": took, "asked": asked, "preempted": preempted}
-        return found | _spread(gaps)
+        self._settle()
+        return found | _spread(gaps) | {"answered": self.answered, "loaded": _loaded() - before}
 
-    def settle(self, seconds: float = 10) -> None:
+    def _settle(self, seconds: float = 10) -> None:
         """Until the long ones are answered."""
         deadline = time.monotonic() + seconds
         while self._asked and time.monotonic() < deadline:
@@ -139,18 +141,16 @@ def _spread(gaps: list[float]) -> dict[str, float]:
     }
 
 
-def one_round(engine: Engine, number: int, *, loads: bool) -> dict[str, Any]:
-    """Of one mode. `loads`: whether it has anything to load from."""
-    scale, found = engine.scale, {}
-    long = _draw(engine, "loads", LOADED, scale.loaded) if loads else []
-    _keep(engine, long)
-    found["alone"] = _phase(engine, "alone", number, iter(()), EVERY_S)
+def one_round(engine: Engine, number: int, *, loads: bool) -> list[dict[str, Any]]:
+    """Of one mode: pairs of spells. `loads`: whether it has anything to load from."""
+    scale, found = engine.scale, []
     if loads:
+        long = _draw(engine, "loads", LOADED, scale.loaded)
         _keep(engine, long)
-        found["loads"] = _phase(engine, "loads", number, itertools.cycle(long), EVERY_S)
+        found += _pairs(engine, "loads", number, itertools.cycle(long))
     if number == ROUNDS - 1:
-        new = iter(_draw(engine, "stores", _NEW, scale.long))
-        found["stores"] = _phase(engine, "stores", number, new, scale.seconds["stores"] / _NEW)
+        new = _draw(engine, "stores", SPELLS["stores"], scale.long)
+        found += _pairs(engine, "stores", number, iter(new))
     return found
 
 
@@ -170,21 +170,21 @@ def _keep(engine: Engine, prompts: Sequence[list[int]]) -> None:
             engine.run(prompt)
 
 
-def _phase(engine: Engine, name: str, number: int, long: Iterator[list[int]], every: float) -> dict[str, Any]:
-    scale = engine.scale
+def _pairs(engine: Engine, name: str, number: int, long: Iterator[list[int]]) -> list[dict[str, Any]]:
+    """Spells of that kind, each after one alone."""
+    seconds, pairs = engine.scale.seconds, []
     engine.forget()  # waits for what is being stored
     driver = _Driver(engine)
     try:
-        driver.decode(_draw(engine, f"{name} {number}", scale.decoders, _PROMPT), scale.decode)
-        before = _loaded()
-        found = driver.phase(scale.seconds[name], long, every)
-        driver.settle()
-        found["answered"] = driver.answered
-        found["loaded"] = _loaded() - before
+        driver.decode(_draw(engine, f"{name} {number}", engine.scale.decoders, _PROMPT), engine.scale.decode)
+        for _ in range(SPELLS[name]):
+            alone = driver.spell(seconds["alone"], iter(()), EVERY_S[name])
+            beside = driver.spell(seconds[name], long, EVERY_S[name])
+            pairs.append({"alone": alone, name: beside})
+            say(_line("alone", alone) + "; " + _line(name, beside))
     finally:
         driver.stop()
-    say(_line(name, found))
-    return found
+    return pairs
 
 
 def _loaded() -> int:
@@ -199,42 +199,40 @@ def _loaded() -> int:
     return sum(int(sample.value) for sample in samples if sample.name == _LOADED)
 
 
-def _line(name: str, phase: dict[str, Any]) -> str:
-    line = (
-        f"{name}: {phase['tokens_per_s']:.0f} tokens/s, steps {phase['gap_ms']:.1f} ms "
-        f"(p99 {phase['gap_p99_ms']:.1f}, worst {phase['gap_max_ms']:.0f})"
-    )
-    if phase["asked"]:
-        answered = [f"{seconds * 1e3:.0f}" for seconds, _ in phase["answered"]]
-        line += f"; {len(answered)} of {phase['asked']} answered in {', '.join(answered[:4])} ms"
-        line += f", {phase['loaded']} tokens loaded"
-    return line + (f"; {phase['preempted']} PREEMPTED" if phase["preempted"] else "")
+def _line(name: str, spell: dict[str, Any]) -> str:
+    line = f"{name} {spell['tokens_per_s']:.0f} tokens/s, steps {spell['gap_ms']:.1f} ms"
+    line += f" (worst {spell['gap_max_ms']:.0f})"
+    if spell["asked"]:
+        answered = [f"{seconds * 1e3:.0f}" for seconds, _ in spell["answered"]]
+        line += f", {len(answered)} of {spell['asked']} answered in {', '.join(answered)} ms"
+        line += f", {spell['loaded']} tokens loaded"
+    return line + (f", {spell['preempted']} PREEMPTED" if spell["preempted"] else "")
 
 
-def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of one mode: by phase, medians over the rounds, the worst step of all, and the rounds themselves."""
-    found: dict[str, Any] = {"rounds": rounds}
+def summary(pairs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of one mode: by kind of spell, medians, the worst step of all, and the pairs themselves."""
+    found: dict[str, Any] = {"pairs": pairs}
     for name in ("alone", "loads", "stores"):
-        if having := [one for one in rounds if name in one]:
+        if having := [one for one in pairs if name in one]:
             found[name] = _over([one[name] for one in having])
             of_alone = [one[name]["tokens_per_s"] / one["alone"]["tokens_per_s"] for one in having]
             found[name]["of_alone"] = statistics.median(of_alone)
     return found
 
 
-def _over(phases: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _over(spells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """`loaded`: tokens through the connector, of each long prompt on average; `cached`: tokens that were not
     computed, the least of all.
     """
     names = ("tokens_per_s", "gap_ms", "gap_p99_ms")
-    found: dict[str, Any] = {name: statistics.median(one[name] for one in phases) for name in names}
-    found["gap_max_ms"] = max(one["gap_max_ms"] for one in phases)
-    found["preempted"] = sum(one["preempted"] for one in phases)
-    asked = sum(one["asked"] for one in phases)
-    answered = [each for one in phases for each in one["answered"]]
+    found: dict[str, Any] = {name: statistics.median(one[name] for one in spells) for name in names}
+    found["gap_max_ms"] = max(one["gap_max_ms"] for one in spells)
+    found["preempted"] = sum(one["preempted"] for one in spells)
+    asked = sum(one["asked"] for one in spells)
+    answered = [each for one in spells for each in one["answered"]]
     if asked:
         found |= {"asked": asked, "answered": len(answered)}
-        found["loaded"] = sum(one["loaded"] for one in phases) / asked
+        found["loaded"] = sum(one["loaded"] for one in spells) / asked
     if answered:
         found["answered_ms"] = statistics.median(seconds for seconds, _ in answered) * 1e3
         found["cached"] = min(cached for _, cached in answered)

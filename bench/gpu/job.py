@@ -82,7 +82,7 @@ def _do(engine: Engine, job: dict[str, Any], command: dict[str, Any]) -> dict[st
         case "round":
             return ttft.one_round(engine, command["tokens"], reload=cached)
         case "interference":
-            return interference.one_round(engine, command["round"], loads=cached)
+            return {"pairs": interference.one_round(engine, command["round"], loads=cached)}
         case "bus":
             return {"bus_gbps": ttft.bus_rate() / 1e9}
     raise ValueError(f"no such command: {command}")

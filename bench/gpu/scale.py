@@ -27,7 +27,7 @@ class Scale(NamedTuple):
     decoders: int
     decode: int  # tokens of each: more than it comes to
     rest_s: float  # after the first requests: memory is mapped and page-locked meanwhile
-    seconds: Mapping[str, float]  # of each phase of interference
+    seconds: Mapping[str, float]  # of each spell of interference
     in_turns: Mapping[str, dict[str, Any]]  # by model: arguments of vllm.LLM where engines take turns
     gpu: bool
 
@@ -89,7 +89,7 @@ FULL = Scale(
     decoders=32,
     decode=16_000,
     rest_s=8.0,
-    seconds={"alone": 3.0, "loads": 6.0, "stores": 8.0},
+    seconds={"alone": 1.2, "loads": 1.5, "stores": 4.0},
     in_turns={model: _in_turns(model) for model in _TURNS},
     gpu=True,
 )
@@ -140,10 +140,10 @@ SMALL = Scale(
     chunk=128,
     long=1024,
     loaded=1280,
-    decoders=4,
+    decoders=2,
     decode=2_000,
     rest_s=0.5,
-    seconds={"alone": 0.5, "loads": 1.5, "stores": 1.0},
+    seconds={"alone": 0.2, "loads": 0.6, "stores": 0.5},
     # As on the GPU: room for less than two of the prompts that are loaded. Its blocks have 128 tokens.
     in_turns={"llama8b": {"max_model_len": 2_560, "kv_cache_memory_bytes": 24 * 128 * 4096}},
     gpu=False,

@@ -14,7 +14,7 @@ from bench.gpu import turns
 from bench.gpu.scale import SMALL
 
 WARM_UP = 7  # requests
-KEEPING = 12  # requests of one mode that make sure, in interference, that all is there to be loaded
+KEEPING = 6  # requests of one mode that make sure, in interference, that all is there to be loaded
 BOTH = ("interference", "ttft")
 
 ENGINE = """
@@ -150,13 +150,15 @@ def test_interference_takes_turns_too_and_leaves_the_modes_the_same_prompts_for_
     found = bench.measure(*BOTH)
     decoding = [(mode, prompt) for mode, tokens, prompt in bench.asked() if tokens == 100]
     in_turn = [(mode, len(list(its))) for mode, its in itertools.groupby(mode for mode, _ in decoding)]
-    each = SMALL.decoders  # for every phase: alone, then loads where there are any, stores in the last round
-    assert in_turn == [("recompute", each), ("kvcellar", each * 5), ("recompute", each * 2)]
+    each = SMALL.decoders  # beside loads, in both rounds, where there are any; beside stores in the last one
+    assert in_turn == [("kvcellar", each * 3), ("recompute", each)]
     mine, others = ({one for mode, one in decoding if mode == whose} for whose in ("recompute", "kvcellar"))
     assert mine < others
-    assert len(others) == each * 5
-    assert ["stores" in one for one in found["recompute"]["interference"]["rounds"]] == [False, True]
-    assert "loads" not in found["recompute"]["interference"]
+    assert len(others) == each * 3
+    pairs = {mode: [list(one) for one in its["interference"]["pairs"]] for mode, its in found.items()}
+    stores = [["alone", "stores"]] * 2
+    assert pairs == {"recompute": stores, "kvcellar": [["alone", "loads"]] * 6 + stores}
+    assert found["kvcellar"]["interference"]["stores"]["asked"] == 2
     loads = found["kvcellar"]["interference"]["loads"]
     assert loads["answered"] == loads["asked"] > 0
     assert loads["loaded"] == SMALL.loaded
@@ -169,7 +171,7 @@ def test_interference_takes_turns_too_and_leaves_the_modes_the_same_prompts_for_
 def test_requests_that_do_not_decode_as_the_others_do_are_counted(bench, monkeypatch):
     monkeypatch.setenv("FAULT", "recompute preempts")
     found = {mode: its["interference"] for mode, its in bench.measure("interference").items()}
-    assert [one["alone"]["preempted"] for one in found["recompute"]["rounds"]] == [1, 1]
+    assert [one["alone"]["preempted"] for one in found["recompute"]["pairs"]] == [1, 1]
     assert found["recompute"]["alone"]["preempted"] == 2
     assert found["kvcellar"]["alone"]["preempted"] == 0
 
@@ -179,7 +181,7 @@ def test_a_mode_that_fails_in_interference_is_out_of_both_and_the_other_goes_on(
     found = bench.measure(*BOTH)
     assert found["kvcellar"]["errors"] == dict.fromkeys(BOTH, "RuntimeError: as asked")
     assert not {"interference", "rows"} & set(found["kvcellar"])
-    assert len(found["recompute"]["interference"]["rounds"]) == 2
+    assert len(found["recompute"]["interference"]["pairs"]) == 2
     assert len(found["recompute"]["rows"]) == 2
     assert "errors" not in found["recompute"]
 
@@ -188,7 +190,7 @@ def test_a_mode_that_fails_later_keeps_its_interference(bench, monkeypatch):
     monkeypatch.setenv("FAULT", f"kvcellar fails at {WARM_UP + KEEPING + 2}")
     found = bench.measure(*BOTH)
     assert found["kvcellar"]["errors"] == {"ttft": "RuntimeError: as asked"}
-    assert len(found["kvcellar"]["interference"]["rounds"]) == 2
+    assert len(found["kvcellar"]["interference"]["pairs"]) == 8
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])

@@ -99,19 +99,19 @@ def test_the_table_has_the_modes_of_a_length_side_by_side_and_marks_the_fastest_
     ]
 
 
-def beside(slow: float, **phases: float) -> dict[str, dict]:
-    """One round, on a host that is so much slower: tokens per second of each phase."""
+def beside(slow: float, **spells: float) -> dict[str, dict]:
+    """Neighbours, on a host that is so much slower: tokens per second of each."""
     found = {}
-    for name, rate in phases.items():
+    for name, rate in spells.items():
         steps = {"gap_ms": 16.0 * slow, "gap_p99_ms": 30.0 * slow, "gap_max_ms": 40.0 * slow}
         counts = {"asked": 0, "answered": [], "preempted": 0, "loaded": 0}
         found[name] = {"tokens_per_s": rate / slow} | counts | steps
-    if "loads" in phases:
+    if "loads" in spells:
         found["loads"] |= {"asked": 2, "answered": [(0.3, 47_984), (0.5 * slow, 48_000)], "loaded": 96_000}
     return found
 
 
-def test_decoding_beside_loads_is_compared_with_decoding_alone_in_the_same_round():
+def test_decoding_beside_loads_is_compared_with_decoding_alone_just_before():
     rounds = [beside(1, alone=2000, loads=1200), beside(2, alone=2000, loads=1400, stores=500)]
     found = interference.summary(rounds)
     assert found["alone"]["tokens_per_s"] == 1500
@@ -122,7 +122,7 @@ def test_decoding_beside_loads_is_compared_with_decoding_alone_in_the_same_round
     assert (found["loads"]["answered_ms"], found["loads"]["cached"]) == (400.0, 47_984)
     assert found["loads"]["loaded"] == 48_000
     assert "asked" not in found["alone"]
-    assert found["rounds"] == rounds
+    assert found["pairs"] == rounds
 
 
 def test_the_table_of_interference_says_what_was_preempted_or_not_answered(capsys):
@@ -146,10 +146,11 @@ def test_every_load_beside_others_is_whole_and_nobody_is_preempted_for_it():
     pool = FULL.in_turns["llama8b"]["kv_cache_memory_bytes"] // token
     # What vLLM keeps of a prompt is its beginning, until there is room for no more than two.
     assert pool < 2 * FULL.loaded
-    # 3,200 tokens per second: on the GPU 2,000 were seen.
-    assert FULL.long + FULL.decoders * 100 + 3_200 * max(seconds.values()) < pool
+    # 2,800 tokens per second: on the GPU 2,000 were seen. Each pair of spells ends with a wait for answers.
+    pairs = interference.SPELLS["loads"] * (seconds["alone"] + seconds["loads"] + 0.3)
+    assert FULL.long + FULL.decoders * 100 + 2_800 * pairs < pool
     # All that is stored until the last loads, at 2,000.
-    decoded = FULL.decoders * 200 + 2_000 * (seconds["alone"] + seconds["loads"])
+    decoded = FULL.decoders * 200 + 2_000 * pairs
     _, gib = FULL.turns_cache("llama8b", beside=True)
     assert (interference.LOADED * FULL.loaded + interference.ROUNDS * decoded) * token < gib << 30
 
