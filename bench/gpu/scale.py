@@ -81,7 +81,7 @@ FULL = Scale(
     | {"max_model_len": 66_000, "gpu_memory_utilization": 0.6, "max_num_batched_tokens": 16_384},
     by_model={},
     vocabulary=100_000,
-    cache_gib={"alone": 48, "turns": 20, "beside": 30},
+    cache_gib={"alone": 48, "turns": 20, "beside": 27},
     lengths=(2_048, 8_192, 32_768, 64_000),
     chunk=128,
     long=64_000,

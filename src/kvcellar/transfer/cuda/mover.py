@@ -3,8 +3,8 @@
     store   blocks --gather + sum--> staging --DMA--> slot, then the header
     load    slot --DMA--> staging --scatter + sum--> blocks, then the sums are compared
 
-The engine's stream never waits, and nothing synchronises the device; a call blocks its own thread until its
-copies are over.
+The engine's stream never waits, and nothing synchronises the device; a call blocks its own thread, until what
+the engine launched before is over, and until its copies are.
 
 Knows no leases: the caller holds slots and blocks as long as a call runs. One call at a time per direction.
 """
@@ -141,7 +141,7 @@ class CudaMover:
 
     def fence(self) -> torch.cuda.Event:
         """What the engine has launched so far, on the calling thread's stream: pass it to load and store."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # who waits for it sleeps
         event.record(torch.cuda.current_stream(self.device))
         return event
 

@@ -124,8 +124,8 @@ class Ring:
         driver.enter(self._device)
         first, second = self._lanes
         if after is not None:
-            first.stream.wait_event(after)
-            second.stream.wait_event(after)
+            # Here and not on the GPU: what waits there may keep others waiting that share its hardware queue.
+            after.synchronize()
         with torch.cuda.stream(first.stream):
             run = Run(lambda: self._send(tables()))
             try:
