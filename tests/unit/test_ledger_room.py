@@ -1,10 +1,13 @@
 """Room: what is evicted and what never, what an operator can do, and what a restart leaves alone."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcellar.errors import BadRequest, UnknownNamespace, WrongOwner
-from kvcellar.identity import ParallelStrategy
+from kvcellar.identity import ParallelStrategy, needed_chunks
 from kvcellar.ledger import NO_LEASE, SCHEDULER, Ledger, audit
+from kvcellar.ledger.room import Room
 from kvcellar.slab import place_of
 from tests.support import FREE, READY, WRITING, Engine, MemoryTable, full_group, keys, namespace, window_group
 
@@ -228,6 +231,28 @@ def test_hold_limit_counts_every_shard_and_group():
     engine = Engine(Ledger(7, hold_limit=8 * PAGE - 1), pair)
     assert engine.reserve([A, B]).chunks == 1
     assert engine.session.held_bytes == 4 * PAGE
+
+
+def test_hold_limit_counts_of_a_window_what_a_hit_holds_of_it():
+    engine = Engine(Ledger(7, hold_limit=6 * PAGE), HYBRID)
+    chain = [A, B, C, D, E, F]
+    for first in range(0, 6, 2):
+        engine.store(chain[first : first + 2], chain[first - 1] if first else None)
+    read = engine.lookup(chain)
+    assert (read.chunks, read.reason, engine.session.held_bytes) == (4, "hold_limit", 6 * PAGE)
+
+
+@given(
+    windows=st.lists(st.none() | st.integers(1, 6), min_size=1, max_size=4),
+    size=st.integers(-2, 40),
+    most=st.integers(0, 12),
+)
+def test_longest_hit_within_the_hold_limit_is_what_counting_finds(windows, size, most):
+    groups = tuple(full_group() if window is None else window_group(window) for window in windows)
+    room = Room(namespace(groups=groups))
+    taken = [sum(len(needed_chunks(hit, window)) for window in windows) for hit in range(most + 1)]
+    longest = max((hit for hit, pages in enumerate(taken) if pages <= size), default=0)
+    assert room.chunks_within(size * PAGE, most) == longest
 
 
 def test_hold_limit_is_each_sessions_own():

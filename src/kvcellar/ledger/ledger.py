@@ -137,7 +137,7 @@ class Ledger:
         room = self.rooms.get(namespace_id)
         if room is None or namespace_id not in session.namespaces:
             return Granted(NO_LEASE, 0, [], "unknown_namespace")
-        fits = min(len(keys), max(0, self.hold_limit - session.held_bytes) // room.chunk_bytes)
+        fits = room.chunks_within(self.hold_limit - session.held_bytes, len(keys))
         rows = [
             shelf.find_run(keys[:fits], gaps=window is not None)
             for shelf, window in zip(room.shelves, room.windows, strict=True)

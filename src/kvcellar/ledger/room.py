@@ -12,6 +12,19 @@ class Room:
         self.has_windows = any(window is not None for window in self.windows)
         self.chunk_bytes = sum(shelf.stripe_bytes for shelf in self.shelves)
 
+    def chunks_within(self, size: int, most: int) -> int:
+        """The longest hit, up to `most` chunks, that holds no more than so many bytes: of a window it holds
+        the end only.
+        """
+        chunks, left, each = 0, max(0, size), self.chunk_bytes
+        ends = [(w, s.stripe_bytes) for w, s in zip(self.windows, self.shelves, strict=True) if w is not None]
+        for window, stripe in sorted(ends):
+            grows = min(window, most) - chunks  # until this group has all that it needs
+            if grows * each > left:
+                break
+            chunks, left, each = chunks + grows, left - grows * each, each - stripe
+        return min(most, chunks + left // each) if each else most
+
     @property
     def pinned(self) -> bool:
         """By an operator: nothing of it is evicted."""

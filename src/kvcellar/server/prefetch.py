@@ -84,7 +84,7 @@ class Prefetch:
         if room is None or not wait_s or self._is_full(member, expected=False):
             return 0, outlook
         goods = self._fetches.objects.goods(room)
-        fits = max(0, self._ledger.hold_limit - member.session.held_bytes) // room.chunk_bytes
+        fits = room.chunks_within(self._ledger.hold_limit - member.session.held_bytes, len(keys))
         if goods is None or fits <= had:
             return 0, outlook
         deadline = time.monotonic() + wait_s
