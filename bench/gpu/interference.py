@@ -24,7 +24,7 @@ from bench.gpu.progress import say
 from bench.gpu.ttft import settle
 
 LOADED = 3  # prompts
-ROUNDS = 2  # the last one with stores: they drive out of the cache what is loaded
+ROUNDS = 3  # the last one with stores: they drive out of the cache what is loaded
 SPELLS = {"loads": 3, "stores": 2}  # of each kind, in one round
 EVERY_S = {"loads": 0.5, "stores": 60.0}  # seconds until the next long prompt: a new one comes by itself
 _PROMPT = 100  # tokens of those that decode: what they store is to leave room for what is loaded
@@ -145,13 +145,18 @@ def one_round(engine: Engine, number: int, *, loads: bool) -> list[dict[str, Any
     """Of one mode: pairs of spells. `loads`: whether it has anything to load from."""
     scale, found = engine.scale, []
     if loads:
-        long = _draw(engine, "loads", LOADED, scale.loaded)
+        long = prompts(engine)
         _keep(engine, long)
         found += _pairs(engine, "loads", number, itertools.cycle(long))
     if number == ROUNDS - 1:
         new = _draw(engine, "stores", SPELLS["stores"], scale.long)
         found += _pairs(engine, "stores", number, iter(new))
     return found
+
+
+def prompts(engine: Engine) -> list[list[int]]:
+    """Those that are loaded."""
+    return _draw(engine, "loads", LOADED, engine.scale.loaded)
 
 
 def _draw(engine: Engine, name: str, count: int, tokens: int) -> list[list[int]]:

@@ -99,7 +99,8 @@ def _write(job: dict[str, Any], result: dict[str, Any]) -> None:
 
 
 def _warm_up(engine: Engine, job: dict[str, Any]) -> None:
-    ttft.warm_up(engine, rest=job["mode"] != "recompute")
+    # One that will be loaded: any other would only take room from those.
+    ttft.warm_up(engine, interference.prompts(engine)[0], rest=job["mode"] != "recompute")
     say("warmed up")
 
 
