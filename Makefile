@@ -36,6 +36,7 @@ soak: $(READY) ## Two real vLLM engines for hundreds of requests; ARGS="..." is 
 gpu: ## On a GPU host that has vLLM: copies and real engines, checked; PYTHON=... picks vLLM's interpreter
 	PYTHONPATH=src:.:$$PYTHONPATH $(PYTHON) -m bench.gpu.check
 	PYTHONPATH=src:.:$$PYTHONPATH $(PYTHON) -m bench.gpu.copy
+	PYTHONPATH=src:.:$$PYTHONPATH $(PYTHON) -m bench.gpu.beside
 	PYTHONPATH=src:.:$$PYTHONPATH $(PYTHON) -m bench.gpu.prove tokens flip pair --model llama8b mla hybrid --out build/gpu/prove.json
 
 clean: ## Remove .venv, caches and build output

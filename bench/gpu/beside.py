@@ -1,0 +1,121 @@
+"""What copies cost an engine's steps: a step as engines make it, alone and beside copies of the same process.
+
+    python -m bench.gpu.beside [--json FILE]
+
+A step copies a few small tables to the GPU, launches some hundred kernels, and waits for a small copy back.
+Beside it another thread loads, or stores, Llama 8B's KV, or fills the bus with plain copies on one stream:
+the GPU's copy engine does not let go of a stream that has copies ready, and the step's own have to wait.
+Alone and beside take turns, and what is compared are neighbours.
+"""
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bench.gpu.copy import DEVICE, H2D, Bed, bus, make_bed
+from kvcellar.bench.machine import machine
+
+PAIRS = 5
+ALONE_S, BESIDE_S = 0.3, 0.6
+_TABLES = (136_000, *[64] * 7)  # elements; the first is as large as the block table of 32 long requests
+_LAYERS, _SMALL_KERNELS = 32, 10
+
+
+class Step:
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream(DEVICE)
+        self._here = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for size in _TABLES]
+        self._there = [table.to(DEVICE) for table in self._here]
+        self._vector = torch.zeros(4096, device=DEVICE)
+        self._matrix = torch.zeros(2048, 2048, device=DEVICE, dtype=torch.bfloat16)
+        self._answer = torch.zeros(32, pin_memory=True)
+
+    def __call__(self) -> None:
+        for here, there in zip(self._here, self._there, strict=True):
+            there.copy_(here, non_blocking=True)
+            self._vector.add_(1)
+        for _ in range(_LAYERS):
+            for _ in range(_SMALL_KERNELS):
+                self._vector.add_(1)
+            torch.mm(self._matrix, self._matrix)
+        self._answer.copy_(self._vector[:32], non_blocking=True)
+        self._stream.synchronize()
+
+    def median_ms(self, seconds: float) -> float:
+        times, end = [], time.perf_counter() + seconds
+        with torch.cuda.stream(self._stream):
+            while (begun := time.perf_counter()) < end:
+                self()
+                times.append((time.perf_counter() - begun) * 1e3)
+        return statistics.median(times)
+
+
+def beside(step: Step, work: Callable[[], Any]) -> tuple[float, int]:
+    """Of a step while that is done again and again, and how often it was done."""
+    over, done = threading.Event(), 0
+
+    def again() -> None:
+        nonlocal done
+        while not over.is_set():
+            work()
+            done += 1
+
+    thread = threading.Thread(target=again)
+    thread.start()
+    try:
+        return step.median_ms(BESIDE_S), done
+    finally:
+        over.set()
+        thread.join()
+
+
+def measure(step: Step, bed: Bed, name: str, work: Callable[[], Any]) -> dict[str, Any]:
+    pairs = []
+    for _ in range(PAIRS):
+        alone = step.median_ms(ALONE_S)
+        begun = time.perf_counter()
+        found, done = beside(step, work)
+        took = time.perf_counter() - begun
+        pairs.append({"alone_ms": alone, "beside_ms": found, "gbps": (done + 1) * bed.bytes / took / 1e9})
+    row = {key: statistics.median(pair[key] for pair in pairs) for key in pairs[0]}
+    times = statistics.median(pair["beside_ms"] / pair["alone_ms"] for pair in pairs)
+    return {"beside": name, **row, "times": times, "pairs": pairs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", help="write the figures there too")
+    args = parser.parse_args()
+    where = machine() | {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
+    step, stream, rows = Step(), torch.cuda.Stream(DEVICE), []
+    step.median_ms(ALONE_S)
+    print("a step beside        alone ms  beside ms   times    GB/s")
+    with make_bed("llama8b", 128, check=True, staging_mib=64) as bed:
+        works: dict[str, Callable[[], Any]] = {
+            "stores": lambda: bed.mover.store(bed.stores, bed.slot, None),
+            "loads": lambda: bed.mover.load(bed.loads, bed.slot, None),
+            "plain copies": lambda: bus(bed, H2D, stream),
+        }
+        for name, work in works.items():
+            work()
+            row = measure(step, bed, name, work)
+            rows.append(row)
+            figures = (
+                f"{row['alone_ms']:10.2f} {row['beside_ms']:10.2f} {row['times']:7.2f} {row['gbps']:7.1f}"
+            )
+            print(f"{name:18} {figures}", flush=True)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"machine": where, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
