@@ -50,6 +50,8 @@ class _Noting(Facade):
     """Put before a connector's class."""
 
     get_num_new_matched_tokens = _noting(Facade.get_num_new_matched_tokens, "offer", "offered")
+    request_finished = _noting(Facade.request_finished, "finished")
+    request_finished_all_groups = _noting(Facade.request_finished_all_groups, "finished")
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata: Any = self._get_connector_metadata()

@@ -111,18 +111,21 @@ def _print_interference(entries: Entries) -> None:
 
 
 def _print_timeline(entry: dict[str, Any]) -> None:
-    """Stages side by side, loaded and still on the GPU; `bus` is what the copies take at least."""
+    """Stages side by side: loaded, still on the GPU, computed; `bus` is what the copies take at least."""
     rows, rate = entry.get("timeline", []), entry.get("bus_gbps")
     if not rows:
         return
-    heads = "".join(f"{row['tokens']:>10} tokens" for row in rows)
-    print(f"{entry['model']}, ms: loaded / still on the GPU {heads}")
+    heads = "".join(f"{row['tokens']:>20} tokens" for row in rows)
+    print(f"{entry['model']}, ms: loaded / still there / computed {heads}")
     for stage in rows[0]["warm"]:
-        cells = [f"{row['warm'].get(stage, 0):7.2f} / {row['kept'].get(stage, 0):5.2f}" for row in rows]
-        print(f"  {stage:36} " + "  ".join(f"{cell:>15}" for cell in cells))
+        cells = [
+            " / ".join(f"{row.get(how, {}).get(stage, 0):7.2f}" for how in ("warm", "kept", "cold"))
+            for row in rows
+        ]
+        print(f"  {stage:36} " + "  ".join(cells))
     if rate:
-        cells = [f"{row['bytes'] / rate / 1e6:7.2f}" for row in rows]
-        print(f"  {'(bus alone)':36} " + "  ".join(f"{cell + ' ' * 8:>15}" for cell in cells))
+        cells = [f"{row['bytes'] / rate / 1e6:7.2f}{' ' * 20}" for row in rows]
+        print(f"  {'(bus alone)':36} " + "  ".join(cells))
 
 
 def _print_pair(head: str, pair: dict[str, Any]) -> None:

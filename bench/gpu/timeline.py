@@ -1,7 +1,8 @@
 """Where the time of a load goes, from a request's arrival to its first token.
 
-Asks for prompts that are in the cache, and reads what noting.py, in the engine's process, has noted of them:
-a moment per stage, which ends where the next begins. CLOCK_MONOTONIC is the same for all processes.
+Asks for prompts that were never seen, are in the cache, and are still on the GPU, and reads what noting.py,
+in the engine's process, has noted of them: a moment per stage, which ends where the next begins.
+CLOCK_MONOTONIC is the same for all processes.
 """
 
 import statistics
@@ -17,7 +18,7 @@ from bench.gpu.ttft import settle
 VARIABLE, NAME = "KVCELLAR_BENCH_TIMELINE", "timeline.txt"  # where the engine finds the name of the file
 ROUNDS = 9
 
-# A stage, and the moment with which it ends. A prompt that is still on the GPU does not go through all.
+# A stage, and the moment with which it ends. Only a prompt that is loaded goes through all.
 STAGES = (
     ("request to the engine", "offer"),
     ("lookup", "offered"),
@@ -26,24 +27,25 @@ STAGES = (
     ("copies", "copied"),
     ("telling vLLM", "told"),
     ("vLLM acts on it", "forward"),
-    ("forward, and the answer back", "answer"),
+    ("forward", "finished"),
+    ("the answer back", "answer"),
 )
 
 
 def measure(engine: Engine, file: Path) -> list[dict[str, Any]]:
     rows = []
     for tokens in engine.scale.lengths[:3]:
-        warm, kept = [], []
+        cold, warm, kept = [], [], []
         for _ in range(ROUNDS):
             prompt = engine.prompt(tokens)
             engine.forget()
-            engine.run(prompt)
+            cold.append(_stages(engine, prompt, file))
             settle(tokens)
             engine.forget()
             warm.append(_stages(engine, prompt, file))
             kept.append(_stages(engine, prompt, file))
         row: dict[str, Any] = {"tokens": tokens, "bytes": kv_bytes(engine.model, tokens)}
-        rows.append(row | {"warm": _medians(warm), "kept": _medians(kept)})
+        rows.append(row | {"cold": _medians(cold), "warm": _medians(warm), "kept": _medians(kept)})
         say(f"{tokens} tokens: " + ", ".join(f"{name} {ms:.2f}" for name, ms in rows[-1]["warm"].items()))
     return rows
 
