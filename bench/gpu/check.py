@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -156,6 +157,8 @@ def check(case: Case, device: torch.device, pins: Pins | None) -> None:
         _check_what_must_fail(world, mover)
         if device.type == "cuda":  # Triton's interpreter knows no threads
             _check_both(world, mover)
+            if pins is not None:
+                _check_beside_a_capture(world, mover, pins)
 
 
 def _check_store(world: World, mover: CudaMover) -> None:
@@ -207,6 +210,24 @@ def _check_both(world: World, mover: CudaMover) -> None:
     assert not errors, errors
     assert not any(failed), f"rows that failed beside a store: {failed}"
     assert beside.bytes() == world.theirs.bytes(), "a store beside a load differs"
+
+
+def _check_beside_a_capture(world: World, mover: CudaMover, pins: Pins) -> None:
+    """An engine captures a CUDA graph while a copy runs, and the cache is being page-locked."""
+    beside = Slabs(world.namespace, world.case.chunks + SPARE)
+    graph, counter = torch.cuda.CUDAGraph(), torch.zeros(1, device=world.device)
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        with torch.cuda.graph(graph):
+            counter.add_(1)
+            for slab in beside.by_group:
+                pins.mapped(slab)
+                stack.callback(pins.unmapped, slab)
+            pool.submit(mover.store, world.stores, beside.slot, None).result(60)
+            counter.add_(1)
+        graph.replay()
+        assert counter.item() == 2, "what was captured beside a copy is not what was launched"
+        assert pins.all_locked, "page-locking was refused beside a capture"
+        assert beside.bytes() == world.theirs.bytes(), "a store beside a capture differs"
 
 
 @contextlib.contextmanager

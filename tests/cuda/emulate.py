@@ -63,7 +63,13 @@ def install() -> None:
     sys.modules |= {"cuda": cuda, "cuda.bindings": bindings, "cuda.bindings.runtime": runtime}
     driver = types.ModuleType("kvcellar.transfer.cuda.driver")
     vars(driver).update(
-        copy_to_gpu=_to_gpu, copy_to_host=_to_host, enter=_nothing, Event=_Ordered, Kernel=_Ordered, HIDDEN=4
+        copy_to_gpu=_to_gpu,
+        copy_to_host=_to_host,
+        enter=_nothing,
+        beside_captures=contextlib.nullcontext,
+        Event=_Ordered,
+        Kernel=_Ordered,
+        HIDDEN=4,
     )
     sys.modules[driver.__name__] = driver
     empty = torch.empty

@@ -5,8 +5,10 @@ eight of them per 16 MiB, loads beside 32 decoding requests took half of their s
 of these calls waits, as long as host memory is page-locked; `Event.synchronize` does, and lets go.
 """
 
+import contextlib
 import ctypes
 import weakref
+from collections.abc import Iterator
 from ctypes import c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
@@ -18,6 +20,7 @@ from kvcellar.errors import CellarError
 _holding = ctypes.PyDLL("libcuda.so.1")
 _letting_go = ctypes.CDLL("libcuda.so.1")
 
+_RELAXED = 2  # how a thread minds captures
 _NO_TIMING, _BLOCKING = 2, 1  # flags of an event; blocking: a wait sleeps
 HIDDEN = 4  # room for what compilers put behind a kernel's own arguments; null, like Triton's scratch memory
 
@@ -37,6 +40,7 @@ _create = _function(_holding, "cuEventCreate", c_void_p, c_uint)
 _destroy = _function(_holding, "cuEventDestroy_v2", c_void_p)
 _record = _function(_holding, "cuEventRecord", c_void_p, c_void_p)
 _wait = _function(_holding, "cuStreamWaitEvent", c_void_p, c_void_p, c_uint)
+_exchange = _function(_holding, "cuThreadExchangeStreamCaptureMode", c_void_p)
 _synchronize = _function(_letting_go, "cuEventSynchronize", c_void_p)
 _launch = _function(
     _holding, "cuLaunchKernel", c_void_p, *[c_uint] * 7, c_void_p, ctypes.POINTER(c_void_p), c_void_p
@@ -48,6 +52,19 @@ def enter(device: torch.device) -> None:
     torch.cuda.set_device(device)  # by itself no context for the driver: it may do nothing for device 0
     (error,) = cudart.cudaSetDevice(device.index or 0)
     _check(int(error))
+
+
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """An engine may be capturing CUDA graphs, on a thread of its own. Waits and page-locking would be refused
+    meanwhile, and break what is captured: the driver takes them for a part of it. Not in here.
+    """
+    mode = c_int(_RELAXED)
+    _check(_exchange(ctypes.byref(mode)))
+    try:
+        yield
+    finally:
+        _check(_exchange(ctypes.byref(mode)))
 
 
 def copy_to_gpu(gpu: int, host: int, size: int, stream: int, *, locked: bool) -> None:

@@ -17,6 +17,7 @@ import torch
 from cuda.bindings import runtime as cudart
 
 from kvcellar.slab import Slab
+from kvcellar.transfer.cuda import driver
 
 log = logging.getLogger(__name__)
 
@@ -63,18 +64,21 @@ class Pins:
 
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
-        while True:
-            wanted, slab = self._todo.get()
-            for address in self._addresses(slab):
-                if wanted and address not in self._locked:
-                    self._lock(address)
-                    time.sleep(_PAUSE_S)
-                elif not wanted:
-                    self._unlock(address)
-            if wanted and self._todo.empty() and self.all_locked:
-                with self._locking:
-                    size = sum(self._pieces[address][0] for address in self._locked)
-                log.info("KVCellar: %.1f GiB of the cache are page-locked", size / (1 << 30))
+        with driver.beside_captures():
+            while True:
+                self._follow(*self._todo.get())
+
+    def _follow(self, wanted: bool, slab: Slab) -> None:
+        for address in self._addresses(slab):
+            if wanted and address not in self._locked:
+                self._lock(address)
+                time.sleep(_PAUSE_S)
+            elif not wanted:
+                self._unlock(address)
+        if wanted and self._todo.empty() and self.all_locked:
+            with self._locking:
+                size = sum(self._pieces[address][0] for address in self._locked)
+            log.info("KVCellar: %.1f GiB of the cache are page-locked", size / (1 << 30))
 
     def _addresses(self, slab: Slab) -> list[int]:
         known = list(self._pieces.items())  # in one go: others add to it meanwhile

@@ -23,8 +23,8 @@ from kvcellar.transfer.steps import BlockIds
 # One is moved by a kernel while the other is on the bus. Not more: with four, others wait as with one stream.
 BUFFERS = 2
 
-# So many calls of the driver are made in one go, with the GIL held, and twice as many are under way at most.
-# A buffer that is filled from one place takes two. With more, loads and stores get in each other's way: both
+# So many calls of the driver are made in one go, with the GIL held, and about twice as many are under way. A
+# buffer that is filled from one place takes two. With more, loads and stores get in each other's way: both
 # at once reach 0.96 of the bus with 16, and 0.92 with 32 to 96 (H200). With fewer, the GIL changes hands more
 # often.
 _PACE = 16
@@ -123,10 +123,10 @@ class Ring:
         """
         driver.enter(self._device)
         first, second = self._lanes
-        if after is not None:
-            # Here and not on the GPU: what waits there may keep others waiting that share its hardware queue.
-            after.synchronize()
-        with torch.cuda.stream(first.stream):
+        with driver.beside_captures(), torch.cuda.stream(first.stream):
+            if after is not None:
+                # Here, not on the GPU: what waits there may keep others waiting that share a hardware queue.
+                after.synchronize()
             run = Run(lambda: self._send(tables()))
             try:
                 yield run
