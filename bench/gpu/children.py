@@ -40,7 +40,7 @@ class Site(NamedTuple):
 
 
 def cache_gib(wanted: int) -> int:
-    """The same in all modes: what /dev/shm has room for, where KVCellar's memory is."""
+    """What /dev/shm has room for, where KVCellar's memory is: in all modes."""
     gib = min(wanted, (shutil.disk_usage("/dev/shm").free >> 30) - 2)
     if gib < wanted:
         say(f"a cache of {gib} GiB instead of {wanted}: /dev/shm has no room for more")

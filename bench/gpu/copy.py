@@ -1,6 +1,6 @@
 """How fast KV moves between paged GPU memory and slabs, beside what the bus reaches in the same minute.
 
-    python bench/gpu/copy.py [--json FILE]
+    python -m bench.gpu.copy [--json FILE]
 
 Every byte that is loaded is compared with what was stored, once. GB = 10**9 bytes.
 """

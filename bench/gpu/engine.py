@@ -49,7 +49,8 @@ def backing(mode: str, folder: Path, gib: int, *, several_groups: bool) -> Backi
     if mode == "kvcellar":
         path, memory = folder / "cellar.sock", Path(f"/dev/shm/kvcellar-bench-{os.getpid()}")
         serve = [sys.executable, "-m", "kvcellar", "serve", "--memory", f"{gib}GiB"]
-        serve += ["--socket", str(path), "--folder", str(memory)]
+        # The one engine may hold more than its share: two loads of the longest prompt, as with its peers.
+        serve += ["--socket", str(path), "--folder", str(memory), "--hold-percent", "75"]
         name = "KVCellarHybridConnector" if several_groups else "KVCellarConnector"
         transfer = _transfer(name, {"socket": str(path), "require": True}, "kvcellar.vllm")
         return Backing(serve, path, transfer, memory)

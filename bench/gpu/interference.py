@@ -24,8 +24,8 @@ from bench.gpu.progress import say
 from bench.gpu.ttft import settle
 
 LOADED = 3  # prompts
-ROUNDS = 3  # the last one with stores: they drive out of the cache what is loaded
-SPELLS = {"loads": 3, "stores": 2}  # of each kind, in one round
+ROUNDS = 4  # the last one with stores: they drive out of the cache what is loaded
+SPELLS = {"loads": 2, "stores": 2}  # of each kind, in one round
 EVERY_S = {"loads": 0.5, "stores": 60.0}  # seconds until the next long prompt: a new one comes by itself
 _PROMPT = 100  # tokens of those that decode: what they store is to leave room for what is loaded
 _REST = 512  # tokens: chunks differ, and of a prompt its end is always computed
@@ -142,14 +142,12 @@ def _spread(gaps: list[float]) -> dict[str, float]:
 
 
 def one_round(engine: Engine, number: int, *, loads: bool) -> list[dict[str, Any]]:
-    """Of one mode: pairs of spells. `loads`: whether it has anything to load from."""
-    scale, found = engine.scale, []
-    if loads:
-        long = prompts(engine)
-        _keep(engine, long)
-        found += _pairs(engine, "loads", number, itertools.cycle(long))
+    """Of one mode: pairs of spells. `loads`: whether it has anything to load from; else only alone."""
+    long = prompts(engine) if loads else []
+    _keep(engine, long)
+    found = _pairs(engine, "loads", number, itertools.cycle(long) if loads else None)
     if number == ROUNDS - 1:
-        new = _draw(engine, "stores", SPELLS["stores"], scale.long)
+        new = _draw(engine, "stores", SPELLS["stores"], engine.scale.long)
         found += _pairs(engine, "stores", number, iter(new))
     return found
 
@@ -175,18 +173,19 @@ def _keep(engine: Engine, prompts: Sequence[list[int]]) -> None:
             engine.run(prompt)
 
 
-def _pairs(engine: Engine, name: str, number: int, long: Iterator[list[int]]) -> list[dict[str, Any]]:
-    """Spells of that kind, each after one alone."""
+def _pairs(engine: Engine, name: str, number: int, long: Iterator[list[int]] | None) -> list[dict[str, Any]]:
+    """Spells of that kind, if there are prompts for it, each after one alone."""
     seconds, pairs = engine.scale.seconds, []
     engine.forget()  # waits for what is being stored
     driver = _Driver(engine)
     try:
         driver.decode(_draw(engine, f"{name} {number}", engine.scale.decoders, _PROMPT), engine.scale.decode)
         for _ in range(SPELLS[name]):
-            alone = driver.spell(seconds["alone"], iter(()), EVERY_S[name])
-            beside = driver.spell(seconds[name], long, EVERY_S[name])
-            pairs.append({"alone": alone, name: beside})
-            say(_line("alone", alone) + "; " + _line(name, beside))
+            pair = {"alone": driver.spell(seconds["alone"], iter(()), EVERY_S[name])}
+            if long is not None:
+                pair[name] = driver.spell(seconds[name], long, EVERY_S[name])
+            pairs.append(pair)
+            say("; ".join(_line(*spell) for spell in pair.items()))
     finally:
         driver.stop()
     return pairs

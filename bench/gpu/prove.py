@@ -11,8 +11,8 @@
     flip          a flipped bit in every stored object is found                  kvcellar, models of one group
     pair          two engines on one GPU share a cache; the server uses no GPU   kvcellar
 
-ttft and interference come first: the engines of all modes are on the GPU at once, and take turns at both. For
-the other parts every model and mode is a fresh engine, which goes through all of them. --out is added to:
+ttft and interference come first: the engines of all modes are on the GPU at once, and take turns. For the
+other parts every model and mode is a fresh engine, which goes through all of them. --out is added to:
 what it has of other models and modes stays. Exits with 1 if anything failed. --small tries all of it on a
 machine without a GPU, with vLLM for CPU: its figures mean nothing.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu import turns
-from bench.gpu.children import TURNS, Child, Site, cache_gib, site
+from bench.gpu.children import Child, Site, cache_gib, site
 from bench.gpu.engine import MODES
 from bench.gpu.progress import say
 from bench.gpu.report import merge, print_report
@@ -49,10 +49,10 @@ def parts_in_turns(asked: list[str]) -> list[str]:
 
 
 def run(scale: Scale, args: argparse.Namespace, model: str, what: str, left: float) -> Found:
-    """`what`: turns, pair, or the mode of an engine for all other parts."""
+    """`what`: a part that takes turns, pair, or the mode of an engine for all other parts."""
     try:
-        if what == TURNS:
-            return run_turns(scale, args, model, left)
+        if what in turns.PARTS:
+            return run_turns(scale, args, model, what, left)
         run_one = run_pair if what == "pair" else run_engine
         return {what: run_one(scale, args, model, what, min(args.limit, left))}
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -61,15 +61,14 @@ def run(scale: Scale, args: argparse.Namespace, model: str, what: str, left: flo
 
 
 def failed(args: argparse.Namespace, what: str, why: str) -> Found:
-    if what == TURNS:
-        return {mode: {"errors": dict.fromkeys(parts_in_turns(args.parts), why)} for mode in args.modes}
+    if what in turns.PARTS:
+        return {mode: {"errors": {what: why}} for mode in args.modes}
     return {what: {"error": why}}
 
 
-def run_turns(scale: Scale, args: argparse.Namespace, model: str, left: float) -> Found:
-    parts, end = parts_in_turns(args.parts), time.monotonic() + left
-    say(f"{model}: {', '.join(parts)} of {', '.join(args.modes)} in turns")
-    about = turns.Run(scale, model, parts, args.small, args.out, args.rounds, end)
+def run_turns(scale: Scale, args: argparse.Namespace, model: str, part: str, left: float) -> Found:
+    say(f"{model}: {part} of {', '.join(args.modes)} in turns")
+    about = turns.Run(scale, model, part, args.small, args.out, args.rounds, time.monotonic() + left)
     return turns.measure(about, args.modes)
 
 
@@ -156,7 +155,7 @@ def main() -> None:
     args = parser.parse_args()
     scale = SMALL if args.small else FULL
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    todo = [(model, TURNS) for model in args.model if parts_in_turns(args.parts)]
+    todo = [(model, part) for model in args.model for part in parts_in_turns(args.parts)]
     todo += [
         (model, mode) for model in args.model for mode in args.modes if parts_of(args.parts, model, mode)
     ]

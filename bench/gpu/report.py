@@ -87,7 +87,7 @@ def _figure(row: dict[str, Any], name: str, width: int, digits: int) -> str:
 
 
 def _print_interference(entries: Entries) -> None:
-    """Tokens per second, and of those alone in the same round; of each long prompt, what was loaded."""
+    """Tokens per second, and of those alone just before; of each long prompt, what was loaded."""
     if not entries:
         return
     print(

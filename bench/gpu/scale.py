@@ -13,6 +13,17 @@ from bench.gpu.shapes import CONFIGS, WEIGHT_BYTES, stored_bytes
 _TURNS = {"llama8b": (8_192, 106_000), "mla": (8_192, 90_000), "hybrid": (4_096, 42_000)}
 _BESIDE = 5_000_000_000  # bytes of the GPU that an engine takes beside weights and pool
 
+# Steps in which all decode are one CUDA graph, as where vLLM is used in earnest: launched by Python, they
+# would be as fast as the host is at the moment. For those 32 only; nothing is compiled, which takes minutes.
+_GRAPH: dict[str, Any] = {
+    "enforce_eager": False,
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [32],
+    },
+}
+
 
 class Scale(NamedTuple):
     configs: Mapping[str, dict[str, Any]]
@@ -46,22 +57,15 @@ class Scale(NamedTuple):
         """What each of them takes of the GPU."""
         return WEIGHT_BYTES[model] + stored_bytes(model, _TURNS[model][1]) + _BESIDE
 
+    def turns_options(self, model: str, part: str) -> dict[str, Any]:
+        """Beyond those of `options`, where engines take turns."""
+        graph = _GRAPH if self.gpu and part == "interference" else {}
+        return {**self.in_turns.get(model, {}), **graph}
+
     def turns_cache(self, model: str, *, beside: bool) -> tuple[int, int]:
         """GiB for each mode: what the longest prompt takes, and a bit; and what is better."""
         least = (stored_bytes(model, self.long) * 125 // 100 >> 30) + 1
         return least, max(least, self.cache_gib["beside" if beside else "turns"])
-
-
-# Steps in which all decode are one CUDA graph, as where vLLM is used in earnest: launched by Python, they
-# would be as fast as the host is at the moment. For those 32 only; nothing is compiled, which takes minutes.
-_GRAPH: dict[str, Any] = {
-    "enforce_eager": False,
-    "compilation_config": {
-        "mode": 0,
-        "cudagraph_mode": "FULL_DECODE_ONLY",
-        "cudagraph_capture_sizes": [32],
-    },
-}
 
 
 def _in_turns(model: str) -> dict[str, Any]:
@@ -76,7 +80,6 @@ def _in_turns(model: str) -> dict[str, Any]:
         "kv_cache_memory_bytes": stored_bytes(model, pool),
         "max_num_batched_tokens": step,
         "max_num_seqs": 40,  # those that decode, and some: sampling is not to take memory for a thousand
-        **(_GRAPH if model == "llama8b" else {}),  # the model whose decoding is measured
     }
 
 

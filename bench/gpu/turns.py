@@ -2,9 +2,9 @@
 
 A host's speed drifts, to half within minutes: what is to be compared must be measured within seconds. So
 every round goes through all modes, in another order each time, with the same prompts; one is at work, the
-others are idle. A mode that fails or hangs is left out from then on, and the others go on. Interference comes
-first, since it wants a cache with little in it; then time to first token, long prompts last: of them there is
-most to lose where time is short. Knows nothing of what a round is (interference.py, ttft.py).
+others are idle. A mode that fails or hangs is left out from then on, and the others go on. Each part has
+engines of its own. Of time to first token, long prompts come last: of them there is most to lose where time
+is short. Knows nothing of what a round is (interference.py, ttft.py).
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
     scale: Scale
     model: str
-    parts: Sequence[str]
+    part: str
     small: bool
     out: Path
     rounds: int
@@ -56,7 +56,6 @@ class Entrant:
         self.about: dict[str, Any] = {}
         self.beside: list[dict[str, Any]] = []  # pairs of spells
         self.rounds: dict[int, list[dict[str, Any]]] = {}  # by tokens
-        self.todo = list(run.parts)
         self.errors: dict[str, str] = {}  # by part
         self._stack = contextlib.ExitStack()
         self._child: Child | None = None
@@ -66,11 +65,11 @@ class Entrant:
         run = self.run
         log = run.out.with_name(f"{run.out.stem}.{run.model}.{self.mode}.turns.log")
         log.unlink(missing_ok=True)
-        gib = round(gib * _ROOM.get(self.mode, 1))
+        gib = _gib_of(self.mode, gib)
         with self._or_out():
             where = self._stack.enter_context(site(run.scale, run.model, self.mode, gib, small=run.small))
             self.about = {"server_s": where.seconds, "cache_gib": gib}
-            job = where.job | {"parts": [TURNS], "options": run.scale.in_turns.get(run.model, {})}
+            job = where.job | {"parts": [TURNS], "options": run.scale.turns_options(run.model, run.part)}
             self._child = self._stack.enter_context(Child(job, f"{run.model}-{self.mode}", log))
 
     def tell(self, what: str, **more: Any) -> None:
@@ -95,8 +94,8 @@ class Entrant:
             self.close()  # it must not take the others' time
 
     def give_up(self, why: str) -> None:
-        """All that is not done."""
-        self.errors = dict.fromkeys(self.todo, why) | self.errors
+        """The first reason is the one that counts."""
+        self.errors.setdefault(self.run.part, why)
 
     def close(self) -> None:
         self._child = None
@@ -109,7 +108,7 @@ def measure(run: Run, modes: Sequence[str]) -> dict[str, dict[str, Any]]:
     """By mode."""
     if run.scale.gpu:
         refuse_too_many(run.model, len(modes), run.scale.turns_bytes(run.model), _free_on_gpu())
-    gib = _cache(run, sum(mode != "recompute" for mode in modes))
+    gib = _cache(run, [mode for mode in modes if mode != "recompute"])
     entrants = [Entrant(run, mode) for mode in modes]
     rate = None
     try:
@@ -119,9 +118,9 @@ def measure(run: Run, modes: Sequence[str]) -> dict[str, dict[str, Any]]:
         for entrant in entrants:  # all at the same time: most of it is waiting
             entrant.tell("warm_up")
         _hear_all(entrants, WARM_UP_S)
-        if "interference" in run.parts:
+        if run.part == "interference":
             _take_turns_beside(run, entrants)
-        if "ttft" in run.parts:
+        else:
             _take_turns(run, entrants)
             rate = _bus_rate(entrants) if run.scale.gpu else None
     finally:
@@ -145,9 +144,9 @@ def _free_on_gpu() -> int:
     return int(told.split()[0]) << 20
 
 
-def _cache(run: Run, count: int) -> int:
-    """GiB for each of them."""
-    least, wanted = run.scale.turns_cache(run.model, beside="interference" in run.parts)
+def _cache(run: Run, modes: Sequence[str]) -> int:
+    """GiB for each of them, before what it needs beyond the others."""
+    least, wanted = run.scale.turns_cache(run.model, beside=run.part == "interference")
     gib = cache_gib(wanted)
     if gib < least:
         raise RuntimeError(
@@ -155,9 +154,14 @@ def _cache(run: Run, count: int) -> int:
         )
     told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(told["MemAvailable"].split()[0]) >> 20
-    if count * gib > available:  # said, not refused: a virtual machine's memory may grow with its use
-        say(f"{count} caches of {gib} GiB each, where {available} GiB of memory are available")
+    taken = sum(_gib_of(mode, gib) for mode in modes)
+    if taken > available:  # said, not refused: a virtual machine's memory may grow with its use
+        say(f"the caches take {taken} GiB, where {available} GiB of memory are available")
     return gib
+
+
+def _gib_of(mode: str, gib: int) -> int:
+    return round(gib * _ROOM.get(mode, 1))
 
 
 def _hear_all(entrants: Sequence[Entrant], seconds: float) -> list[dict[str, Any] | None]:
@@ -188,8 +192,6 @@ def _take_turns_beside(run: Run, entrants: Sequence[Entrant]) -> None:
             entrant.tell("interference", round=number)
             if found := entrant.hear(BESIDE_S):
                 entrant.beside += found["pairs"]
-    for entrant in entrants:
-        entrant.todo.remove("interference")
 
 
 def _take_turns(run: Run, entrants: Sequence[Entrant]) -> None:
