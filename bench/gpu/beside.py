@@ -8,8 +8,6 @@ the GPU's copy engine does not let go of a stream that has copies ready, and the
 Alone and beside take turns, and what is compared are neighbours.
 """
 
-import argparse
-import json
 import statistics
 import threading
 import time
@@ -19,8 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.copy import DEVICE, H2D, Bed, bus, make_bed
-from kvcellar.bench.machine import machine
+from bench.gpu.copy import DEVICE, H2D, Bed, bus, figures, make_bed
 
 PAIRS = 5
 ALONE_S, BESIDE_S = 0.3, 0.6
@@ -77,10 +74,6 @@ def beside(step: Step, work: Callable[[], Any]) -> tuple[float, int]:
         return found, counting.result()
 
 
-def whole(failed: list[list[int]]) -> None:
-    assert not any(failed), f"rows that failed: {failed}"
-
-
 def measure(step: Step, bed: Bed, name: str, work: Callable[[], Any]) -> dict[str, Any]:
     pairs = []
     for _ in range(PAIRS):
@@ -95,32 +88,17 @@ def measure(step: Step, bed: Bed, name: str, work: Callable[[], Any]) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", help="write the figures there too")
-    args = parser.parse_args()
-    where = machine() | {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
-    step, stream, rows = Step(), torch.cuda.Stream(DEVICE), []
-    step.median_ms(ALONE_S)
-    print("a step beside        alone ms  beside ms   times    GB/s")
-    with make_bed("llama8b", 128, check=True, staging_mib=64) as bed:
-        works: dict[str, Callable[[], Any]] = {
-            "stores": lambda: bed.mover.store(bed.stores, bed.slot, None),
-            "loads": lambda: whole(bed.mover.load(bed.loads, bed.slot, None)),
-            "plain copies": lambda: bus(bed, H2D, stream),
-        }
+    with figures(__doc__) as rows, make_bed("llama8b", 128, check=True, staging_mib=64) as bed:
+        step, stream = Step(), torch.cuda.Stream(DEVICE)
+        works = {"stores": bed.store, "loads": bed.load, "plain copies": lambda: bus(bed, H2D, stream)}
+        step.median_ms(ALONE_S)
+        print("a step beside        alone ms  beside ms   times    GB/s")
         for name, work in works.items():
             work()
             row = measure(step, bed, name, work)
             rows.append(row)
-            figures = (
-                f"{row['alone_ms']:10.2f} {row['beside_ms']:10.2f} {row['times']:7.2f} {row['gbps']:7.1f}"
-            )
-            print(f"{name:18} {figures}", flush=True)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"machine": where, "rows": rows}, file, indent=1)
+            cells = f"{row['alone_ms']:10.2f} {row['beside_ms']:10.2f} {row['times']:7.2f} {row['gbps']:7.1f}"
+            print(f"{name:18} {cells}", flush=True)
 
 
 if __name__ == "__main__":

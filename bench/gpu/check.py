@@ -14,7 +14,6 @@ import os
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -195,19 +194,10 @@ def _check_what_must_fail(world: World, mover: CudaMover) -> None:
 def _check_both(world: World, mover: CudaMover) -> None:
     """A load and a store at once, into slots of its own, and each as if it were alone."""
     beside = Slabs(world.namespace, world.case.chunks + SPARE)
-    errors: list[BaseException] = []
-
-    def store() -> None:
-        try:
-            mover.store(world.stores, beside.slot, None)
-        except BaseException as error:  # noqa: BLE001 - told by the other thread
-            errors.append(error)
-
-    thread = threading.Thread(target=store)
-    thread.start()
-    failed = mover.load(world.loads, world.ours.slot, None)
-    thread.join(60)
-    assert not errors, errors
+    with ThreadPoolExecutor(1) as pool:
+        storing = pool.submit(mover.store, world.stores, beside.slot, None)
+        failed = mover.load(world.loads, world.ours.slot, None)
+        storing.result(60)
     assert not any(failed), f"rows that failed beside a store: {failed}"
     assert beside.bytes() == world.theirs.bytes(), "a store beside a load differs"
 

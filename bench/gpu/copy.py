@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +62,13 @@ class Bed(NamedTuple):
 
     def slot(self, group: int, place: int) -> Slot:
         return Slot(self.slabs[group].slot(place), self.slabs[group].headers[place])
+
+    def store(self) -> None:
+        self.mover.store(self.stores, self.slot, None)
+
+    def load(self) -> None:
+        failed = self.mover.load(self.loads, self.slot, None)
+        assert not any(failed), f"rows that failed: {failed}"
 
 
 def namespace_of(model: str, chunk_tokens: int) -> Namespace:
@@ -174,15 +182,8 @@ def same_bytes(bed: Bed) -> bool:
 def measure(model: str, chunk_tokens: int, *, check: bool = True, staging_mib: int = 64) -> dict[str, Any]:
     with make_bed(model, chunk_tokens, check=check, staging_mib=staging_mib) as bed:
         up, down = torch.cuda.Stream(DEVICE), torch.cuda.Stream(DEVICE)
-
-        def store() -> None:
-            bed.mover.store(bed.stores, bed.slot, None)
-
-        def load() -> None:
-            failed = bed.mover.load(bed.loads, bed.slot, None)
-            assert not any(failed), failed
-
-        store(), load()
+        bed.store()
+        bed.load()
         assert same_bytes(bed)
         flip = bed.slabs[0].slot(3)
         flip[1234] ^= 4
@@ -195,13 +196,13 @@ def measure(model: str, chunk_tokens: int, *, check: bool = True, staging_mib: i
             "checksum": check,
             "staging_mib": staging_mib,
             "limit_store": rate(bed, lambda: bus(bed, D2H, down)),
-            "store": rate(bed, store),
+            "store": rate(bed, bed.store),
             "limit_load": rate(bed, lambda: bus(bed, H2D, up)),
-            "load": rate(bed, load),
+            "load": rate(bed, bed.load),
             "limit_both": 2 * rate(bed, lambda: both(lambda: bus(bed, H2D, up), lambda: bus(bed, D2H, down))),
         }
-        store()  # plain copies have left garbage in the slots
-        row["both"] = 2 * rate(bed, lambda: both(load, store))
+        bed.store()  # plain copies have left garbage in the slots
+        row["both"] = 2 * rate(bed, lambda: both(bed.load, bed.store))
     torch.cuda.empty_cache()
     for name in ("store", "load", "both"):
         row[f"{name}_ratio"] = row[name] / row[f"limit_{name}"]
@@ -218,29 +219,35 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", help="write the figures there too")
-    args = parser.parse_args()
+@contextlib.contextmanager
+def figures(about: str | None) -> Iterator[list[dict[str, Any]]]:
+    """Of a program that takes one option: where they are to be written."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    path = parser.parse_args().json
     where = machine() | {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
-    rows = []
+    rows: list[dict[str, Any]] = []
+    yield rows
+    if path:
+        path.write_text(json.dumps({"machine": where, "rows": rows}, indent=1) + "\n")
+
+
+def main() -> None:
+    with figures(__doc__) as rows:
+        _measure_all(rows)
+
+
+def _measure_all(rows: list[dict[str, Any]]) -> None:
     print("model     chunk  object  sum   store   of bus    load   of bus    both   of bus   (GB/s)")
     for case in CASES:
         row = measure(**case)
         rows.append(row)
-        figures = "".join(
-            f"{row[what]:8.1f} {row[what + '_ratio']:8.3f}" for what in ("store", "load", "both")
-        )
+        cells = "".join(f"{row[what]:8.1f} {row[what + '_ratio']:8.3f}" for what in ("store", "load", "both"))
         checked = "on " if row["checksum"] else "off"
         print(
-            f"{row['model']:9} {row['chunk_tokens']:5} {row['object_mib']:7.1f}  {checked}{figures}",
+            f"{row['model']:9} {row['chunk_tokens']:5} {row['object_mib']:7.1f}  {checked}{cells}",
             flush=True,
         )
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"machine": where, "rows": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -163,9 +163,9 @@ def _draw(engine: Engine, name: str, count: int, tokens: int) -> list[list[int]]
     return [[drawn.randrange(10, engine.scale.vocabulary) for _ in range(tokens)] for _ in range(count)]
 
 
-def _keep(engine: Engine, prompts: Sequence[list[int]]) -> None:
+def _keep(engine: Engine, long: Sequence[list[int]]) -> None:
     """All of it in the cache, and asked for again: some caches prefer what was."""
-    for prompt in prompts:
+    for prompt in long:
         engine.forget()
         if engine.run(prompt).cached < len(prompt) - _REST:
             settle(len(prompt))

@@ -56,14 +56,14 @@ class Entrant:
         self.about: dict[str, Any] = {}
         self.beside: list[dict[str, Any]] = []  # pairs of spells
         self.rounds: dict[int, list[dict[str, Any]]] = {}  # by tokens
-        self.errors: dict[str, str] = {}  # by part
+        self.error: str | None = None
         self._stack = contextlib.ExitStack()
         self._child: Child | None = None
 
     def open(self, gib: int) -> None:
         """Its server is up when this returns, and its engine about to be."""
         run = self.run
-        log = run.out.with_name(f"{run.out.stem}.{run.model}.{self.mode}.turns.log")
+        log = run.out.with_name(f"{run.out.stem}.{run.model}.{self.mode}.{run.part}.log")
         log.unlink(missing_ok=True)
         gib = _gib_of(self.mode, gib)
         with self._or_out():
@@ -95,7 +95,7 @@ class Entrant:
 
     def give_up(self, why: str) -> None:
         """The first reason is the one that counts."""
-        self.errors.setdefault(self.run.part, why)
+        self.error = self.error or why
 
     def close(self) -> None:
         self._child = None
@@ -233,7 +233,7 @@ def _found(entrant: Entrant, entrants: Sequence[Entrant], rate: float | None) ->
     found = entrant.about | ({"rows": rows} if rows else {}) | ({"bus_gbps": rate} if rate else {})
     if entrant.beside:
         found["interference"] = interference.summary(entrant.beside)
-    return found | ({"errors": entrant.errors} if entrant.errors else {})
+    return found | ({"errors": {entrant.run.part: entrant.error}} if entrant.error else {})
 
 
 def _together(entrants: Sequence[Entrant], what: Callable[[Entrant], None]) -> None:

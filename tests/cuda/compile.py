@@ -42,7 +42,7 @@ def main() -> None:
     first = one.index(".param")
     others = {
         "one more before": one[:first] + ".param .u64 hidden,\n" + one[first:],
-        "one less": one[: one.index(".param")] + one[one.index(".param", first + 1) :],
+        "one less": one[:first] + one[one.index(".param", first + 1) :],
         "another type": one.replace(".param .u32", ".param .u64"),
         "not a kernel": "",
     }

@@ -3,7 +3,8 @@
 Each buffer has a stream of its own, on which DMA and kernel alternate: while one waits for its kernel, the
 bus is the other's. That keeps a buffer from being overwritten, and lets others at the bus in between: the
 GPU's copy engine goes on with a stream as long as that has copies ready, and when all DMA was on one stream,
-the engine's own small copies waited for whole loads (steps took 13 times as long, now 1.5; H200).
+the engine's own small copies waited for whole loads (steps took 13 to 25 times as long, now 1.0 to 1.8: see
+bench/results/gpu/rings.txt).
 
 Knows nothing of objects: whoever calls says what a kernel does with a buffer.
 """
@@ -25,8 +26,8 @@ BUFFERS = 2
 
 # So many calls of the driver are made in one go, with the GIL held, and about twice as many are under way. A
 # buffer that is filled from one place takes two. With more, loads and stores get in each other's way: both
-# at once reach 0.96 of the bus with 16, and 0.92 with 32 to 96 (H200). With fewer, the GIL changes hands more
-# often.
+# at once reach 0.96 of the bus with 16, and 0.92 with 32 to 96 (bench/results/gpu/rings.txt). With fewer, the
+# GIL changes hands more often.
 _PACE = 16
 
 Span = tuple[int, int]  # address and bytes on the host
