@@ -77,7 +77,7 @@ def run_engine(scale: Scale, args: argparse.Namespace, model: str, mode: str, li
     say(f"{model}, {mode}: {', '.join(parts)}")
     log = args.out.with_name(f"{args.out.stem}.{model}.{mode}.log")
     log.unlink(missing_ok=True)
-    with site(scale, model, mode, cache_gib(scale.cache_gib["alone"]), small=args.small) as where:
+    with site(scale, model, mode, cache_gib(scale.cache_gib["one"]), small=args.small) as where:
         about = {"server_s": where.seconds, "cache_gib": where.job["cache_gib"]}
         job = where.job | {"parts": parts, "prompts": args.prompts}
         if "timeline" in parts:
@@ -92,15 +92,16 @@ def run_pair(scale: Scale, args: argparse.Namespace, model: str, _: str, limit: 
     log = args.out.with_name(f"{args.out.stem}.{model}.pair.log")
     log.unlink(missing_ok=True)
     end = time.monotonic() + limit
-    with site(scale, model, "kvcellar", cache_gib(scale.cache_gib["alone"]), small=args.small) as where:
-        common = where.job | {"options": scale.pair()}
-        with Child(common | {"parts": ["first"]}, "first", log) as one:
-            first = one.wait(limit)
-            if "kept" not in first:
-                return {"error": "the first engine did not answer"}
-            with Child(common | {"parts": ["second"]}, "second", log) as two:
-                second = two.wait(end - time.monotonic())
-                pair = {"first": first, "second": second} | server_on_gpu(where)
+    with (
+        site(scale, model, "kvcellar", cache_gib(scale.cache_gib["one"]), small=args.small) as where,
+        Child(where.job | {"parts": ["first"]}, "first", log) as one,
+    ):
+        first = one.wait(limit)
+        if "kept" not in first:
+            return {"error": "the first engine did not answer"}
+        with Child(where.job | {"parts": ["second"]}, "second", log) as two:
+            second = two.wait(end - time.monotonic())
+            pair = {"first": first, "second": second} | server_on_gpu(where)
     warm, kept = second.get("warm", {}), first["kept"]
     pair["same"] = warm.get("tokens") == kept["tokens"]
     pair["bit_for_bit"] = warm.get("best") == kept["best"]

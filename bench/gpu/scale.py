@@ -30,7 +30,7 @@ class Scale(NamedTuple):
     engine: Mapping[str, Any]  # arguments of vllm.LLM
     by_model: Mapping[str, dict[str, Any]]  # and of one model
     vocabulary: int  # prompts are drawn from so many tokens
-    cache_gib: Mapping[str, int]  # of an engine alone, in turns, and with loads and stores beside others
+    cache_gib: Mapping[str, int]  # of one mode; with loads and stores beside others
     lengths: tuple[int, ...]  # of prompts whose time to first token is measured
     chunk: int  # tokens
     long: int  # tokens of the longest prompt
@@ -48,11 +48,6 @@ class Scale(NamedTuple):
     def options(self, model: str) -> dict[str, Any]:
         return {**self.engine, **self.by_model.get(model, {})}
 
-    def pair(self) -> dict[str, Any]:
-        """Two engines beside each other: each takes no more than its part."""
-        gpu = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 8 << 30, "max_model_len": 16_384}
-        return gpu if self.gpu else {}
-
     def turns_bytes(self, model: str) -> int:
         """What each of them takes of the GPU."""
         return WEIGHT_BYTES[model] + stored_bytes(model, _TURNS[model][1]) + _BESIDE
@@ -65,18 +60,13 @@ class Scale(NamedTuple):
     def turns_cache(self, model: str, *, beside: bool) -> tuple[int, int]:
         """GiB for each mode: what the longest prompt takes, and a bit; and what is better."""
         least = (stored_bytes(model, self.long) * 125 // 100 >> 30) + 1
-        return least, max(least, self.cache_gib["beside" if beside else "turns"])
+        return least, max(least, self.cache_gib["beside" if beside else "one"])
 
 
 def _in_turns(model: str) -> dict[str, Any]:
-    """All modes' engines beside each other.
-
-    vLLM 0.26 refuses to start where less than its utilization is free, and others may have taken much by
-    then; with the pool's size given it looks no further, so engines may start at the same time.
-    """
+    """All modes' engines beside each other."""
     step, pool = _TURNS[model]
     return {
-        "gpu_memory_utilization": 0.05,
         "kv_cache_memory_bytes": stored_bytes(model, pool),
         "max_num_batched_tokens": step,
         "max_num_seqs": 40,  # those that decode, and some: sampling is not to take memory for a thousand
@@ -93,11 +83,18 @@ _ENGINE: dict[str, Any] = {
 
 FULL = Scale(
     configs=CONFIGS,
+    # vLLM 0.26 refuses to start where less than its utilization is free, and others may have taken much by
+    # then; with the pool's size given it looks no further, so engines may start at the same time.
     engine=_ENGINE
-    | {"max_model_len": 66_000, "gpu_memory_utilization": 0.6, "max_num_batched_tokens": 16_384},
+    | {
+        "max_model_len": 66_000,
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": 24_000_000_000,
+        "max_num_batched_tokens": 16_384,
+    },
     by_model={},
     vocabulary=100_000,
-    cache_gib={"alone": 48, "turns": 20, "beside": 29},
+    cache_gib={"one": 20, "beside": 29},
     lengths=(2_048, 8_192, 32_768, 64_000),
     chunk=128,
     long=64_000,
@@ -151,7 +148,7 @@ SMALL = Scale(
         }
     },
     vocabulary=4000,
-    cache_gib={"alone": 1, "turns": 1, "beside": 1},
+    cache_gib={"one": 1, "beside": 1},
     lengths=(512, 1024),
     chunk=128,
     long=1024,

@@ -343,7 +343,7 @@ def become_link(path: Path) -> None:
         pytest.param("g0-r0-s0.slab", Path.unlink, id="slab missing"),
         pytest.param("namespace", Path.unlink, id="namespace missing"),
         pytest.param("namespace", truncate(5), id="namespace cut short"),
-        pytest.param("namespace", lambda path: path.write_bytes(ONE.encode()), id="another namespace"),
+        pytest.param("namespace", lambda path: path.write_bytes(ONE.encoded), id="another namespace"),
         pytest.param(
             "g0-r0.table", lambda path: os.chown(path, 12345, -1), id="table of another", marks=as_root
         ),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.unit.alone import load
+from tests.alone import load
 
 Forecast = load("forecast").Forecast
 

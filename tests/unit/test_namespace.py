@@ -126,7 +126,7 @@ def test_no_two_changes_meet():
 
 @pytest.mark.parametrize("field", CHANGED)
 def test_encoding_loses_nothing(field):
-    assert decode_namespace(CHANGED[field].encode()) == CHANGED[field]
+    assert decode_namespace(CHANGED[field].encoded) == CHANGED[field]
 
 
 def test_id_is_128_bits():
@@ -141,13 +141,13 @@ def test_id_never_changes_between_processes_and_releases():
 def test_equal_namespaces_built_apart_encode_to_equal_bytes():
     rebuilt = msgspec.convert(msgspec.to_builtins(NAMESPACE), Namespace)
     assert rebuilt is not NAMESPACE
-    assert rebuilt.encode() == NAMESPACE.encode()
+    assert rebuilt.encoded == NAMESPACE.encoded
 
 
 def test_another_spelling_of_the_same_namespace_has_the_same_id():
     plain = with_(quantization="", draft_model="", weights_generation=0, tenant="")
     without_defaults = msgspec.msgpack.encode(msgspec.to_builtins(plain)[:10])
-    assert without_defaults != plain.encode()
+    assert without_defaults != plain.encoded
     assert decode_namespace(without_defaults).id == plain.id
 
 
@@ -163,7 +163,7 @@ def test_same_name_but_another_head_layout_is_another_namespace():
 
 def test_two_groups_of_equal_spec_stay_separate():
     twins = with_(groups=(FULL, FULL))
-    assert decode_namespace(twins.encode()).groups == (FULL, FULL)
+    assert decode_namespace(twins.encoded).groups == (FULL, FULL)
     assert len({twins.id, with_(groups=(FULL,)).id, with_(groups=(FULL, FULL, FULL)).id}) == 3
 
 
@@ -203,7 +203,7 @@ GROUP = [16, TWO_LAYERS, "full", None]
 
 
 def test_an_unchanged_value_is_accepted():
-    assert wire("model", "tiny") == NAMESPACE.encode()
+    assert wire("model", "tiny") == NAMESPACE.encoded
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_value_out_of_range_is_refused(path, values):
 )
 def test_a_value_at_the_edge_of_its_range_is_accepted(path, values):
     for value in values:
-        assert decode_namespace(wire(path, value)).encode() == wire(path, value)
+        assert decode_namespace(wire(path, value)).encoded == wire(path, value)
 
 
 @pytest.mark.parametrize("record", ["", "groups.0.", "groups.0.layers.0.", "parallel.", "block_hash."])
@@ -268,7 +268,7 @@ JUNK = {
     "a map": msgspec.msgpack.encode({"engine": "vllm/1"}),
     "an empty array": b"\x90",
     "a required field missing": msgspec.msgpack.encode(as_arrays(by_name(NAMESPACE))[:9]),
-    "a byte too many": NAMESPACE.encode() + b"\x00",
+    "a byte too many": NAMESPACE.encoded + b"\x00",
     "arrays in arrays": b"\x91" * 100_000,
     "an array of four billion": b"\xdd\xff\xff\xff\xff",
 }
@@ -281,7 +281,7 @@ def test_junk_is_refused(encoded):
 
 
 def test_every_truncation_is_refused():
-    encoded = NAMESPACE.encode()
+    encoded = NAMESPACE.encoded
     for length in range(len(encoded)):
         with pytest.raises(BadRequest):
             decode_namespace(encoded[:length])
@@ -289,13 +289,13 @@ def test_every_truncation_is_refused():
 
 def test_text_that_is_not_utf8_is_refused():
     with pytest.raises(BadRequest):
-        decode_namespace(NAMESPACE.encode().replace(b"tiny", b"\xff\xff\xff\xff"))
+        decode_namespace(NAMESPACE.encoded.replace(b"tiny", b"\xff\xff\xff\xff"))
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=64), st.integers(0, 200))
 def test_a_damaged_encoding_is_refused_or_still_a_namespace(damage, place):
-    encoded = bytearray(NAMESPACE.encode())
+    encoded = bytearray(NAMESPACE.encoded)
     encoded[place : place + len(damage)] = damage
     with suppress(BadRequest):
         assert isinstance(decode_namespace(bytes(encoded)), Namespace)

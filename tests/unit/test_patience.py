@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.alone import load
+from tests.alone import load
 
 module = load("patience")
 Patience = module.Patience

@@ -100,7 +100,7 @@ class Arena:
         if not identity.exists():
             # One name per rack: groups of one namespace may be made at the same time.
             draft = spec.folder / f"namespace.g{spec.table_id.group}-r{spec.table_id.rack}"
-            draft.write_bytes(namespace.encode())
+            draft.write_bytes(namespace.encoded)
             draft.rename(identity)
         return Rack.create(spec)
 

@@ -242,6 +242,8 @@ class SchedulerClient:
 
     def collect(self, timeout: float = 0.0) -> list[tuple[Hashable, Grant]]:
         """Reservations answered since the last call; with a timeout, wait for the first."""
+        if not self._sent and not self._granted:
+            return []  # nothing can have come
         deadline = time.monotonic() + timeout
         try:
             link = self._current_link()

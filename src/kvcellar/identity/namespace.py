@@ -5,6 +5,7 @@ match on both sides: whatever must match is a field here, and a mismatch is simp
 nothing of memory or of the server.
 """
 
+import functools
 import hashlib
 import math
 from typing import Annotated, Literal, NewType
@@ -60,7 +61,7 @@ class BlockHash(_Record, frozen=True):
     seed: Name  # vLLM's NONE_HASH, in hex
 
 
-class Namespace(_Record, frozen=True):
+class Namespace(_Record, frozen=True, dict=True):  # dict: room for what is worked out once
     engine: Name  # engine kind and the version of its KV layout
     model: Name
     weights: Name  # revision or digest of the weights
@@ -94,14 +95,15 @@ class Namespace(_Record, frozen=True):
                     f"group {number} has layers in {len(stages)} of {self.parallel.pp} pipeline stages"
                 )
 
-    def encode(self) -> bytes:
+    @functools.cached_property
+    def encoded(self) -> bytes:
         """Canonical: equal namespaces give equal bytes."""
         return msgspec.msgpack.encode(self)
 
-    @property
+    @functools.cached_property
     def id(self) -> NamespaceId:
         return NamespaceId(
-            hashlib.blake2b(self.encode(), digest_size=ID_BYTES, person=b"kvcellar-ns").digest()
+            hashlib.blake2b(self.encoded, digest_size=ID_BYTES, person=b"kvcellar-ns").digest()
         )
 
 

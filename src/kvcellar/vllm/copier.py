@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 # What a load or store may wait for its memory to be mapped, from when it was asked for: however many wait,
 # they wait no longer than one.
 _MAP_S = 2.0
+# Small stores that wait are copied in one go, up to some milliseconds of the bus: requests that decode beside
+# each other may fill their chunks in the same step, and each go takes the GIL from the engine.
+_TOGETHER_BYTES = 256 << 20
 
 
 class _Task(NamedTuple):
@@ -44,14 +47,17 @@ class Done:
     stores: Counter[int] = field(default_factory=Counter)  # jobs
     counts: Counter[str] = field(default_factory=Counter)  # see metrics.py
 
+    def count(self, what: str, times: int, moved: int, seconds: float) -> None:
+        self.counts.update({f"{what}s": times, f"{what}_bytes": moved, f"{what}_seconds": seconds})
+
 
 class Copier:
-    def __init__(self, client: WorkerClient, mover: Mover, done: Done, *, writes: bool) -> None:
+    def __init__(self, client: WorkerClient, mover: Mover, done: Done | None, *, writes: bool) -> None:
         """`done`: what an earlier one has not reported."""
         self._client = client
         self._mover = mover
         self._writes = writes
-        self._done = done
+        self._done = done  # None: nothing happened, which is so in most steps
         self._loading = 0
         self._forecast = Forecast(time.monotonic)
         self._changed = threading.Condition()  # guards the three above
@@ -82,12 +88,20 @@ class Copier:
         """
         with self._changed:
             patience = soon if self._forecast.is_due(soon) else seconds
-            self._changed.wait_for(lambda: self._done.loads or not self._loading, patience)
+            self._changed.wait_for(lambda: (self._done and self._done.loads) or not self._loading, patience)
 
-    def take(self) -> Done:
+    def take(self) -> Done | None:
+        if self._done is None:
+            return None  # no need for the lock: what comes now is there at the next step
         with self._changed:
-            done, self._done = self._done, Done()
+            done, self._done = self._done, None
         return done
+
+    def _news(self) -> Done:
+        """To be added to, under the lock."""
+        if self._done is None:
+            self._done = Done()
+        return self._done
 
     def close(self) -> None:
         """Finish what was started, then leave."""
@@ -109,12 +123,13 @@ class Copier:
                 self._loading -= 1
                 self._forecast.end(moved)
                 self._changed.notify_all()
-                self._done.loads.add(job.request_id)
+                done = self._news()
+                done.loads.add(job.request_id)
                 if bad:
-                    self._done.failed.add(job.request_id)
-                    self._done.bad_blocks |= bad
-                self._count("load", started, moved)
-                self._done.counts["loads_failed"] += bool(bad)
+                    done.failed.add(job.request_id)
+                    done.bad_blocks |= bad
+                done.count("load", 1, moved, time.monotonic() - started)
+                done.counts["loads_failed"] += bool(bad)
 
     def _load(self, task: _Task) -> set[int]:
         """Returns the blocks that hold garbage."""
@@ -140,38 +155,55 @@ class Copier:
     # -- stores -----------------------------------------------------------------------------------------
 
     def _run_stores(self) -> None:
-        while (task := self._stores.get()) is not None:
-            job, started = task.job, time.monotonic()
-            good = self._store(task)
+        while tasks := self._next_stores():
+            started = time.monotonic()
+            good = self._store(tasks)
+            moved = sum(self._bytes_of(task.job) for task in tasks) if good else 0
             with self._changed:
-                self._done.stores[job.id] += 1
+                done = self._news()
+                done.stores.update(task.job.id for task in tasks)
                 if self._writes:
-                    self._count("store", started, self._bytes_of(job) if good else 0)
-                    self._done.counts["stores_dropped"] += not good
+                    done.count("store", len(tasks), moved, time.monotonic() - started)
+                    done.counts["stores_dropped"] += 0 if good else len(tasks)
 
-    def _store(self, task: _Task) -> bool:
-        """Whether it is stored, as far as this rank goes."""
+    def _next_stores(self) -> list[_Task]:
+        """Those to be copied in one go; none at the end."""
+        tasks: list[_Task] = []
+        size = 0
+        while size < _TOGETHER_BYTES and not (tasks and self._stores.empty()):
+            task = self._stores.get()
+            if task is None:
+                self._stores.put(None)  # it ends after those
+                break
+            tasks.append(task)
+            size += self._bytes_of(task.job)
+        return tasks
+
+    def _store(self, tasks: list[_Task]) -> bool:
+        """Whether they are stored, as far as this rank goes. If anything breaks, none is: a store less is a
+        miss later on.
+        """
         if not self._writes:
             return True
-        job = task.job
+        jobs = [task.job for task in tasks]
+        rows = [_rows(copy) for job in jobs for copy in job.copies]
         try:
-            with self._copying(task) as slots:
-                self._mover.store([_rows(copy) for copy in job.copies], slots, task.after)
-        except Exception as error:  # noqa: BLE001 - a store that breaks is a store less
-            log.warning("KVCellar: a store was dropped: %s", error)
-            self._client.abort(job.lease, job.first, job.stop)
+            with ExitStack() as leases:
+                slots = [leases.enter_context(self._copying(task)) for task in tasks]
+                # What the engine had launched before the last is all that it had launched before any.
+                self._mover.store(rows, slots[-1], tasks[-1].after)
+        except Exception as error:  # noqa: BLE001
+            log.warning("KVCellar: %d stores were dropped: %s", len(jobs), error)
+            for job in jobs:
+                self._client.abort(job.lease, job.first, job.stop)
             return False
-        self._client.commit(job.lease, job.first, job.stop)
+        for job in jobs:
+            self._client.commit(job.lease, job.first, job.stop)
         return True
 
     def _copying(self, task: _Task) -> AbstractContextManager[Slots]:
         self._client.wait_attached(max(0.0, task.give_up - time.monotonic()))
         return self._client.copying(task.job.lease, max(0.0, task.give_up - time.monotonic()))
-
-    def _count(self, what: str, started: float, moved: int) -> None:
-        self._done.counts.update(
-            {f"{what}s": 1, f"{what}_bytes": moved, f"{what}_seconds": time.monotonic() - started}
-        )
 
     def _bytes_of(self, job: Job) -> int:
         return sum(len(copy.keys) * self._mover.object_bytes(copy.group) for copy in job.copies)

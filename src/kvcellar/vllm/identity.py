@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 from kvcellar.errors import BadRequest
 from kvcellar.identity import BlockHash, Group, Layer, Namespace, ParallelStrategy, default_chunk_tokens
 from kvcellar.vllm.compat import hash_block_tokens
-from kvcellar.vllm.jobs import TensorLayout
+from kvcellar.vllm.metadata import TensorLayout
 
 _LAYOUT_VERSION = 1
 # Any other may have KV that depends on more than the tokens before it.

@@ -27,7 +27,8 @@ from kvcellar.slab import NO_PLACE
 from kvcellar.vllm.adapters import Adapters
 from kvcellar.vllm.compat import derive_hash_seed, hash_block_tokens, warn_if_untested
 from kvcellar.vllm.identity import check_supported, make_namespace
-from kvcellar.vllm.jobs import CellarMetadata, GroupCopy, Job, TensorLayout, WorkerReport
+from kvcellar.vllm.jobs import GroupCopy, Job
+from kvcellar.vllm.metadata import CellarMetadata, TensorLayout, WorkerReport
 from kvcellar.vllm.options import Options
 from kvcellar.vllm.patience import Patience
 from kvcellar.vllm.stores import Stores
@@ -286,7 +287,7 @@ class SchedulerSide:
         client.flush()
         self._patience.step_begins(output.total_num_scheduled_tokens)
         return CellarMetadata(
-            client.namespace.encode(), loads, jobs, idle=not output.total_num_scheduled_tokens
+            client.namespace.encoded, loads, jobs, idle=not output.total_num_scheduled_tokens
         )
 
     def step_done(self, output: KVConnectorOutput) -> None:

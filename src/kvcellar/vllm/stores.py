@@ -70,10 +70,10 @@ class Stores:
 
     def plan(self, client: SchedulerClient, tracked: Tracked, scheduled: int) -> None:
         """Hold, and ask places for, the chunks that will have been computed when this step is over."""
-        if tracked.is_mixed:
-            return
         namespace = client.namespace
         done = (tracked.request.num_computed_tokens + scheduled) // namespace.chunk_tokens
+        if done <= tracked.planned or tracked.is_mixed:  # in most steps of a request that decodes
+            return
         stop = min(done, tracked.hashed_chunks())
         if stop <= tracked.planned:
             return
@@ -114,9 +114,10 @@ class Stores:
     def collect(self, client: SchedulerClient) -> list[Job]:
         """Jobs for the plans that places have come for."""
         jobs = [self._make_job(client, int(str(tag)), grant) for tag, grant in client.collect()]
-        now = time.monotonic()
-        for tag in [tag for tag, plan in self._plans.items() if plan.give_up < now]:
-            self._let_go(self._plans.pop(tag).all_blocks())
+        if self._plans:
+            now = time.monotonic()
+            for tag in [tag for tag, plan in self._plans.items() if plan.give_up < now]:
+                self._let_go(self._plans.pop(tag).all_blocks())
         return [job for job in jobs if job is not None]
 
     def _make_job(self, client: SchedulerClient, tag: int, grant: Grant) -> Job | None:

@@ -16,7 +16,7 @@ from kvcellar.transfer.geometry import block_shape, describe
 from kvcellar.vllm.compat import derive_hash_seed
 from kvcellar.vllm.copier import Copier, Done
 from kvcellar.vllm.identity import block_bytes, check_supported, make_namespace
-from kvcellar.vllm.jobs import CellarMetadata, TensorLayout, WorkerReport
+from kvcellar.vllm.metadata import CellarMetadata, TensorLayout, WorkerReport
 from kvcellar.vllm.metrics import CellarStats
 from kvcellar.vllm.options import Options
 
@@ -41,7 +41,7 @@ class WorkerSide:
         self._client: WorkerClient | None = None
         self._copier: Copier | None = None
         self._namespace = b""
-        self._done = Done()
+        self._done: Done | None = None
         self._idle = False  # the engine's step has no forward
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -82,7 +82,7 @@ class WorkerSide:
             self._use(
                 make_namespace(
                     self._config, self._kv_cache_config, [self._layout], 0, self._options.tenant
-                ).encode()
+                ).encoded
             )
 
     def _prepare_gpu(self, device: torch.device) -> None:
@@ -117,7 +117,7 @@ class WorkerSide:
     def _use(self, encoded: bytes) -> None:
         """The engine's namespace is known, or another one: after an update of the weights."""
         assert self._client is not None
-        left = Done()
+        left = None
         if self._copier is not None:
             self._copier.close()
             left = self._copier.take()  # vLLM waits for every answer
@@ -155,19 +155,19 @@ class WorkerSide:
             if self._idle:
                 self._copier.wait_for_a_load(_IDLE_S, _SOON_S)
             self._done = self._copier.take()
-        return self._done.loads, self._done.failed
+        return (self._done.loads, self._done.failed) if self._done else (set(), set())
 
     def bad_blocks(self) -> set[int]:
         """Of the loads that were last reported."""
-        return self._done.bad_blocks
+        return self._done.bad_blocks if self._done else set()
 
     def report(self) -> WorkerReport | None:
         """For the scheduler side, of the same moment."""
-        stores, failed = self._done.stores, self._done.failed
-        return WorkerReport(stores, failed) if stores or failed else None
+        done = self._done
+        return WorkerReport(done.stores, done.failed) if done and (done.stores or done.failed) else None
 
     def stats(self) -> CellarStats | None:
-        return CellarStats(dict(self._done.counts)) if self._done.counts else None
+        return CellarStats(dict(self._done.counts)) if self._done else None
 
     def close(self) -> None:
         if self._copier is not None:

@@ -33,6 +33,11 @@ from kvcellar.transfer.steps import BlockIds, check_blocks, check_targets
 
 log = logging.getLogger(__name__)
 
+# A store begins so long after the step that it stores: whoever waits for that step's tokens waits for the GIL
+# too, and a store is in no hurry. A new prompt of 2,048 tokens took 1.05 times as long as without a connector
+# when stores began at once, and 1.01 with this (bench/results/gpu/rests.txt).
+_REST_S = 0.002
+
 TableRow = tuple[int, int, int, int, int]  # see kernels.py
 
 
@@ -123,7 +128,7 @@ class CudaMover:
         largest = max(group.largest_layer for group in self._groups)
         buffer_bytes = max(share, -(-largest // 4096) * 4096)
         self._loads = Ring(self.device, buffer_bytes)
-        self._stores = Ring(self.device, buffer_bytes)
+        self._stores = Ring(self.device, buffer_bytes, rest=_REST_S)
         for group in self._groups:
             group.stage_in(buffer_bytes, check=check)
         self._tell_what_is_slow()

@@ -11,6 +11,7 @@ Knows nothing of objects: whoever calls says what a kernel does with a buffer.
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -102,9 +103,10 @@ class _Lane:
 class Ring:
     """The staging buffers of one direction."""
 
-    def __init__(self, device: torch.device, buffer_bytes: int) -> None:
+    def __init__(self, device: torch.device, buffer_bytes: int, rest: float = 0.0) -> None:
         driver.enter(device)
         self.buffer_bytes = buffer_bytes
+        self._rest = rest  # seconds, after what a copy has to wait for
         self.locked = True  # whether all host memory is page-locked
         self._device = device
         self._lanes = [_Lane(device, buffer_bytes) for _ in range(BUFFERS)]
@@ -128,6 +130,7 @@ class Ring:
             if after is not None:
                 # Here, not on the GPU: what waits there may keep others waiting that share a hardware queue.
                 after.synchronize()
+                time.sleep(self._rest)
             run = Run(lambda: self._send(tables()))
             try:
                 yield run

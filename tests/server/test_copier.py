@@ -1,0 +1,143 @@
+"""The copier of a rank: stores that wait are copied in one go, and each is answered for by itself."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcellar.identity import layout_of
+from kvcellar.transfer import HostMover, Rows
+from tests.alone import load
+from tests.server.conftest import ServerProcess
+from tests.server.engine import Engine, eventually, kv_of
+from tests.support import keys
+
+copier, jobs = load("copier"), load("jobs")
+
+_BLOCKS = 128
+
+
+class Mover(HostMover):
+    """Does what it is told when it may, and keeps account of it."""
+
+    def __init__(self, engine: Engine) -> None:
+        layout = layout_of(engine.namespace, 0, 0)
+        [layer] = layout.layers
+        self.size = layout.object_bytes
+        self.per_chunk = layout.blocks_per_chunk
+        self.memory = np.zeros((_BLOCKS, layer.block_bytes), np.uint8)
+        super().__init__(engine.namespace, 0, [[self.memory]])
+        self.goes: list[int] = []  # rows of each
+        self.asked, self.may = threading.Event(), threading.Event()
+        self.breaks_at = -1
+
+    def store(self, rows: Sequence[Rows], slots: Any, after: Any) -> None:
+        self.goes.append(len(rows))
+        self.asked.set()
+        assert self.may.wait(10)
+        if len(self.goes) == self.breaks_at:
+            raise OSError("broken")
+        super().store(rows, slots, after)
+
+
+class Rank:
+    """A copier at work for one engine, whose requests have a chunk each."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.mover = Mover(engine)
+        self.copier = copier.Copier(engine.workers[0], self.mover, None, writes=True)
+
+    def job(self, number: int) -> Any:
+        """A request's only chunk, which lies in blocks of its own."""
+        grant, mover = self.engine.reserve(1, seed=number), self.mover
+        blocks = list(range(number * mover.per_chunk, (number + 1) * mover.per_chunk))
+        mover.memory[blocks] = kv_of(keys(1, number)[0], 0, 0, mover.size).reshape(mover.per_chunk, -1)
+        place = int(grant.places[0][0])
+        copy = jobs.group_copy(self.engine.namespace, 0, {0: place}, [blocks], keys(1, number))
+        return jobs.Job(number, f"request {number}", grant.lease, 0, 1, [copy])
+
+    def add_one_then_others(self, others: int) -> None:
+        """The others come while the first is being copied."""
+        self.copier.add([], [self.job(0)])
+        assert self.mover.asked.wait(10)
+        self.copier.add([], [self.job(number) for number in range(1, others + 1)])
+        self.mover.may.set()
+
+    def reported(self, jobs_over: int) -> Any:
+        """All that happened up to when so many stores are over."""
+        total = copier.Done()
+
+        def is_over() -> bool:
+            if (done := self.copier.take()) is not None:
+                total.stores.update(done.stores)
+                total.counts.update(done.counts)
+            return bool(total.stores.total() == jobs_over)
+
+        eventually(is_over)
+        self.engine.flush()
+        return total
+
+    def is_stored(self, number: int) -> bool:
+        hit = self.engine.lookup(1, seed=number)
+        if not hit.lease:
+            return False
+        assert self.engine.read(hit, seed=number) == []
+        self.engine.release(hit)
+        return True
+
+
+@pytest.fixture
+def rank(server: ServerProcess, engine: Callable[..., Engine]) -> Iterator[Rank]:
+    one = Rank(engine())
+    yield one
+    one.mover.may.set()
+    one.copier.close()
+    assert server.leases() == 0
+
+
+def test_stores_that_wait_are_copied_in_one_go_and_all_of_them_are_there(rank: Rank) -> None:
+    rank.add_one_then_others(5)
+    done = rank.reported(6)
+    assert rank.mover.goes == [1, 5]
+    assert done.stores == dict.fromkeys(range(6), 1)
+    assert done.counts["stores"] == 6
+    assert done.counts["store_bytes"] == 6 * rank.mover.size
+    assert all(rank.is_stored(number) for number in range(6))
+
+
+def test_a_go_is_no_larger_than_some_milliseconds_of_the_bus(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copier, "_TOGETHER_BYTES", 2 * rank.mover.size)
+    rank.add_one_then_others(5)
+    rank.reported(6)
+    assert rank.mover.goes == [1, 2, 2, 1]
+    assert all(rank.is_stored(number) for number in range(6))
+
+
+def test_a_go_that_breaks_is_aborted_whole_and_reported(rank: Rank) -> None:
+    rank.mover.breaks_at = 2
+    rank.add_one_then_others(3)
+    done = rank.reported(4)
+    assert done.stores == dict.fromkeys(range(4), 1)
+    assert done.counts["stores_dropped"] == 3
+    assert [rank.is_stored(number) for number in range(4)] == [True, False, False, False]
+
+
+def test_what_waits_is_stored_before_it_closes(rank: Rank) -> None:
+    rank.add_one_then_others(4)
+    rank.copier.close()
+    rank.engine.flush()
+    assert all(rank.is_stored(number) for number in range(5))
+    assert rank.copier.take().stores.total() == 5
+
+
+def test_nothing_is_reported_when_nothing_happened(rank: Rank) -> None:
+    assert rank.copier.take() is None
+    rank.mover.may.set()
+    rank.copier.add([], [rank.job(0)])
+    rank.reported(1)
+    assert rank.copier.take() is None
