@@ -61,17 +61,10 @@ class _Noting(Facade):
             _note("forward")
         super().start_load_kv(forward_context, **kwargs)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        results = super().get_transfer_results(finished_req_ids)
-        if results.finished_recving:
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        if connector_output.finished_recving:
             _note("told")
-        return results
-
-    def get_finished(self, finished_req_ids: set[str]) -> Any:
-        finished = super().get_finished(finished_req_ids)
-        if finished[1]:
-            _note("told")
-        return finished
 
 
 class KVCellarConnector(_Noting, connector.KVCellarConnector):

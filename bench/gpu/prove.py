@@ -142,8 +142,9 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=CONFIGS, default=["llama8b"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["kvcellar"])
     parser.add_argument(
-        "--rounds", type=int, default=4, help="of ttft; three times as many for short prompts"
+        "--rounds", type=int, default=3, help="of ttft; eight times as many for short prompts"
     )
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens of ttft's prompts, if not all four")
     parser.add_argument("--prompts", type=int, default=20, help="of tokens")
     parser.add_argument(
         "--limit", type=float, default=270, help="seconds for one engine by itself, its start included"
@@ -155,6 +156,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     scale = SMALL if args.small else FULL
+    scale = scale._replace(lengths=tuple(args.lengths or scale.lengths))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     todo = [(model, part) for model in args.model for part in parts_in_turns(args.parts)]
     todo += [

@@ -14,7 +14,7 @@ _IN_TURNS = {"ttft": "rows", "interference": "interference"}  # parts, and what 
 
 
 def merge(entries: Entries, entry: dict[str, Any]) -> Entries:
-    """An entry of the same model and mode is replaced part by part.
+    """An entry of the same model and mode is replaced part by part; of ttft, length by length.
 
     Errors stay until their part is run again: parts where engines take turns each by itself, the other parts
     together.
@@ -26,6 +26,9 @@ def merge(entries: Entries, entry: dict[str, Any]) -> Entries:
     again = tried or {part for part in old.get("errors", {}) if part not in _IN_TURNS}
     errors = {part: why for part, why in old.get("errors", {}).items() if part not in again}
     merged = old | entry | {"errors": errors | entry.get("errors", {})}
+    if "rows" in merged:
+        rows = {row["tokens"]: row for row in [*old.get("rows", []), *entry.get("rows", [])]}
+        merged["rows"] = [rows[tokens] for tokens in sorted(rows)]
     if not tried and "error" not in entry:
         merged.pop("error", None)
     if not merged["errors"]:

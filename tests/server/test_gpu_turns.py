@@ -125,6 +125,7 @@ def bench(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(engine.parent))
     monkeypatch.setenv("REQUESTS", str(tmp_path / "requests"))
     monkeypatch.setenv("FAULT", "none")
+    monkeypatch.setattr(turns, "_MORE", 3)
     bench = Bench(tmp_path)
     yield bench
     assert not [pid for pid in bench.engines() if Path(f"/proc/{pid}").exists()]

@@ -28,12 +28,12 @@ def test_every_mode_gets_the_parts_that_make_sense_in_the_order_that_they_need()
 
 def test_what_other_engines_found_out_stays_and_an_error_goes_when_it_is_mended(tmp_path):
     out = tmp_path / "prove.json"
-    add(out, {"model": "mla", "mode": "kvcellar", "rows": [1], "error": "no end"})
-    add(out, {"model": "mla", "mode": "offload", "rows": [2]})
+    add(out, {"model": "mla", "mode": "kvcellar", "rows": [{"tokens": 1}], "error": "no end"})
+    add(out, {"model": "mla", "mode": "offload", "rows": [{"tokens": 2}]})
     add(out, {"model": "mla", "mode": "kvcellar", "tokens": {"ok": True}})
     assert json.loads(out.read_text()) == [
-        {"model": "mla", "mode": "offload", "rows": [2]},
-        {"model": "mla", "mode": "kvcellar", "rows": [1], "tokens": {"ok": True}},
+        {"model": "mla", "mode": "offload", "rows": [{"tokens": 2}]},
+        {"model": "mla", "mode": "kvcellar", "rows": [{"tokens": 1}], "tokens": {"ok": True}},
     ]
 
 
@@ -44,12 +44,20 @@ def test_an_error_of_a_part_that_takes_turns_outlives_the_other_parts_and_they_o
     add(out, mla | {"errors": {"flip": "took too long"}})
     (all_three,) = add(out, mla | {"errors": {"ttft": "no end"}})
     assert all_three["errors"] == {"interference": "ended with 1", "flip": "took too long", "ttft": "no end"}
-    (two,) = add(out, mla | {"rows": [1]})
+    (two,) = add(out, mla | {"rows": [{"tokens": 1}]})
     assert two["errors"] == {"interference": "ended with 1", "flip": "took too long"}
     (one,) = add(out, mla | {"tokens": {"ok": True}})
     assert one["errors"] == {"interference": "ended with 1"}
     (none,) = add(out, mla | {"interference": {}})
-    assert none == mla | {"rows": [1], "tokens": {"ok": True}, "interference": {}}
+    assert none == mla | {"rows": [{"tokens": 1}], "tokens": {"ok": True}, "interference": {}}
+
+
+def test_a_length_that_is_measured_again_replaces_that_length_only(tmp_path):
+    out = tmp_path / "prove.json"
+    mla = {"model": "mla", "mode": "kvcellar"}
+    add(out, mla | {"rows": [{"tokens": 2, "warm": 1.0}, {"tokens": 8, "warm": 2.0}]})
+    (both,) = add(out, mla | {"rows": [{"tokens": 2, "warm": 3.0}]})
+    assert both["rows"] == [{"tokens": 2, "warm": 3.0}, {"tokens": 8, "warm": 2.0}]
 
 
 def test_every_mode_comes_first_and_last_as_often_as_the_others():

@@ -24,6 +24,7 @@ from kvcellar.client import AdminClient, Grant, SchedulerClient
 from kvcellar.errors import BadRequest, CellarError, StartupError
 from kvcellar.identity import SKIP, Namespace, block_range, plan_load
 from kvcellar.slab import NO_PLACE
+from kvcellar.vllm import near
 from kvcellar.vllm.adapters import Adapters
 from kvcellar.vllm.compat import derive_hash_seed, hash_block_tokens, warn_if_untested
 from kvcellar.vllm.identity import check_supported, make_namespace
@@ -61,6 +62,8 @@ class SchedulerSide:
         self._ids = itertools.count(1)
         self._adapters = Adapters()
         self._patience = Patience(time.monotonic)
+        if config.parallel_config.world_size == 1:
+            near.listen(options.session)
         self._greet()
 
     def _greet(self) -> None:
@@ -291,7 +294,11 @@ class SchedulerSide:
         )
 
     def step_done(self, output: KVConnectorOutput) -> None:
+        """What the ranks have to say of a step; vLLM reads on in it after this."""
         self._patience.step_ends()
+        landed = near.landed(self._options.session)
+        if landed:
+            output.finished_recving = landed.fetch() | (output.finished_recving or set())
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             for job_id, ranks in report.stores.items():
@@ -330,6 +337,7 @@ class SchedulerSide:
             self._client.register(self._make_namespace(), self._options.lookup_timeout)
 
     def close(self) -> None:
+        near.close(self._options.session)
         if self._client is not None:
             self._client.flush()
             self._client.close()

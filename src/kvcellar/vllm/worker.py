@@ -13,6 +13,7 @@ from kvcellar.errors import BadRequest, CellarError
 from kvcellar.identity import Namespace, decode_namespace
 from kvcellar.transfer import HostMover, Mover, block_memory
 from kvcellar.transfer.geometry import block_shape, describe
+from kvcellar.vllm import near
 from kvcellar.vllm.compat import derive_hash_seed
 from kvcellar.vllm.copier import Copier, Done
 from kvcellar.vllm.identity import block_bytes, check_supported, make_namespace
@@ -155,7 +156,11 @@ class WorkerSide:
             if self._idle:
                 self._copier.wait_for_a_load(_IDLE_S, _SOON_S)
             self._done = self._copier.take()
-        return (self._done.loads, self._done.failed) if self._done else (set(), set())
+        loads, failed = (self._done.loads, self._done.failed) if self._done else (set(), set())
+        landed = near.landed(self._options.session)
+        if landed is not None and (loads or landed):
+            loads = failed | landed.put(loads - failed)
+        return loads, failed
 
     def bad_blocks(self) -> set[int]:
         """Of the loads that were last reported."""
@@ -164,7 +169,15 @@ class WorkerSide:
     def report(self) -> WorkerReport | None:
         """For the scheduler side, of the same moment."""
         done = self._done
-        return WorkerReport(done.stores, done.failed) if done and (done.stores or done.failed) else None
+        if done is not None and (done.stores or done.failed):
+            return WorkerReport(done.stores, done.failed)
+        # With anything to report, vLLM asks the scheduler side, also after a step without a forward.
+        listens = near.landed(self._options.session) is not None
+        return WorkerReport() if listens and (self._done or self._is_loading) else None
+
+    @property
+    def _is_loading(self) -> bool:
+        return self._copier is not None and self._copier.is_loading
 
     def stats(self) -> CellarStats | None:
         return CellarStats(dict(self._done.counts)) if self._done else None
