@@ -63,9 +63,12 @@ def one_round(engine: Engine, tokens: int, *, reload: bool) -> dict[str, Any]:
     prompt = engine.prompt(tokens)
     engine.forget()
     cold = engine.run(prompt)
-    if not reload:
-        return {"cold": cold.ms}
     settle(tokens)
+    if not reload:
+        # What the others do next: all that differs should be the connector.
+        engine.run(prompt)
+        engine.run(prompt)
+        return {"cold": cold.ms}
     engine.forget()
     warm = engine.run(prompt)
     kept = engine.run(prompt)

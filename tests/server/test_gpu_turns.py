@@ -133,11 +133,12 @@ def bench(tmp_path, monkeypatch):
 
 def test_every_round_goes_through_all_modes_with_the_same_prompt(bench):
     found = bench.measure()
-    cold, loaded = (["recompute"], ["kvcellar"] * 3)
+    computed, loaded = (["recompute"] * 3, ["kvcellar"] * 3)
     asked = bench.asked()
-    assert [mode for mode, _, _ in asked] == (cold + loaded + loaded + cold + cold + loaded) * 2
-    for start in range(0, len(asked), 4):
-        assert len({prompt for _, _, prompt in asked[start : start + 4]}) == 1
+    modes = computed + loaded + loaded + computed + computed + loaded
+    assert [mode for mode, _, _ in asked] == modes * 2
+    for start in range(0, len(asked), 6):
+        assert len({prompt for _, _, prompt in asked[start : start + 6]}) == 1
     assert len({prompt for _, _, prompt in asked}) == 6
     for its in found.values():
         assert [(row["tokens"], len(row["times"]["cold"])) for row in its["rows"]] == [(512, 3), (1024, 3)]
