@@ -76,6 +76,25 @@ def test_the_part_in_memory_comes_at_once_and_the_rest_is_pushed(cold, engine):
     check(first, brought)
 
 
+def test_what_the_lookup_holds_counts_once_against_what_one_engine_may_hold(stopped_server, engine, tmp_path):
+    """40 chunks: a prompt of 30 comes whole, also where 20 of them are in memory; two of them do not."""
+    stopped_server.flags |= {"--disk": str(tmp_path / "disk"), "--disk-size": "64MiB", "--hold-percent": "1"}
+    cold = ColdServer(stopped_server).start()
+    first = engine(session="first")
+    for seed in (0, 1):
+        first.store(30, seed)
+    cold.settled()
+    cold.forget()
+    first.store(20)
+    grant = first.scheduler.lookup(keys(30), 5.0, 10.0)
+    assert grant.chunks == 20
+    brought = first.wait_for(grant)
+    assert brought.chunks == 30
+    first.give_back(grant)
+    assert first.bring(30, seed=1).chunks == 10
+    check(first, brought)
+
+
 def test_a_gap_ends_the_hit(cold, engine, tmp_path):
     first = engine(session="first")
     first.store(6)

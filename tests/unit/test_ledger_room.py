@@ -255,6 +255,24 @@ def test_longest_hit_within_the_hold_limit_is_what_counting_finds(windows, size,
     assert room.chunks_within(size * PAGE, most) == longest
 
 
+def test_a_lease_that_is_given_back_for_another_does_not_count_as_far_as_it_still_holds():
+    engine = Engine(Ledger(7, hold_limit=6 * PAGE), HYBRID)
+    chain = [A, B, C, D]
+    engine.store(chain[:2])
+    engine.store(chain[2:], B)
+    find, session = engine.ledger.find, engine.session
+    read = engine.lookup(chain)
+    assert session.held_bytes == 6 * PAGE
+    assert find(session, HYBRID.id, chain).chunks == 0
+    again = find(session, HYBRID.id, chain, read.lease)
+    assert (again.chunks, session.held_bytes) == (4, 12 * PAGE)
+    engine.release(read, 0, 0, 1)
+    assert engine.ledger.may_hold(session, read.lease) == 0
+    engine.release(again)
+    engine.release(read)
+    assert engine.ledger.may_hold(session, read.lease) == 6 * PAGE
+
+
 def test_hold_limit_is_each_sessions_own():
     ledger = Ledger(7, hold_limit=PAGE)
     first, second = Engine(ledger, namespace(), "first"), Engine(ledger, namespace(), "second")

@@ -93,6 +93,18 @@ class Lease:
         return cast(list[Stripe], chosen[::-1])
 
     @property
+    def held_bytes(self) -> int:
+        """Of the stripes that anybody still answers for."""
+        held, every = self.held(), (1 << self.chunks) - 1
+        counts = [
+            (held >> position * self.chunks & every).bit_count() for position in range(len(self.groups))
+        ]
+        return sum(
+            count * self.room.shelves[group].stripe_bytes
+            for group, count in zip(self.groups, counts, strict=True)
+        )
+
+    @property
     def is_over(self) -> bool:
         return not any(self.left.values())
 

@@ -132,12 +132,23 @@ class Ledger:
         session.counts["hit_chunks"] += granted.chunks
         return granted
 
-    def find(self, session: Session, namespace_id: NamespaceId, keys: Sequence[ChunkKey]) -> Granted:
+    def may_hold(self, session: Session, instead_of: LeaseId = NO_LEASE) -> int:
+        """Bytes beyond what it holds, but for a lease that it will give back for the new one."""
+        other = session.leases.get(instead_of)
+        return self.hold_limit - session.held_bytes + (other.held_bytes if other is not None else 0)
+
+    def find(
+        self,
+        session: Session,
+        namespace_id: NamespaceId,
+        keys: Sequence[ChunkKey],
+        instead_of: LeaseId = NO_LEASE,
+    ) -> Granted:
         """A lookup that is not counted as one."""
         room = self.rooms.get(namespace_id)
         if room is None or namespace_id not in session.namespaces:
             return Granted(NO_LEASE, 0, [], "unknown_namespace")
-        fits = room.chunks_within(self.hold_limit - session.held_bytes, len(keys))
+        fits = room.chunks_within(self.may_hold(session, instead_of), len(keys))
         rows = [
             shelf.find_run(keys[:fits], gaps=window is not None)
             for shelf, window in zip(room.shelves, room.windows, strict=True)

@@ -110,7 +110,7 @@ class Operations:
         if self.prefetch is None or grant.reason or grant.chunks == len(keys):
             return self._granted(grant)
         namespace, wait_s = NamespaceId(op.namespace), op.wait_ms / 1000
-        ticket, outlook = self.prefetch.begin(member, namespace, keys, grant.chunks, wait_s)
+        ticket, outlook = self.prefetch.begin(member, namespace, keys, grant, wait_s)
         return self._granted(grant, ticket, outlook)
 
     def _expect(self, caller: Caller, op: m.Expect) -> m.Message:

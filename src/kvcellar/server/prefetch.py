@@ -57,6 +57,7 @@ _BATCH = 128
 # A tier that does not even say what it has within this, or ten times what it usually takes, is passed over.
 _SAY_S = 0.05
 
+_NOTHING = Granted(NO_LEASE, 0, [])
 
 # A stripe to have in memory: its chunk, its group, and the tiers that may have it.
 Needed = tuple[int, int, list[Tier]]
@@ -75,20 +76,25 @@ class Prefetch:
         self._quiet.set()
 
     def begin(
-        self, member: Member, namespace_id: NamespaceId, keys: Sequence[ChunkKey], had: int, wait_s: float
+        self,
+        member: Member,
+        namespace_id: NamespaceId,
+        keys: Sequence[ChunkKey],
+        granted: Granted,
+        wait_s: float,
     ) -> tuple[int, Outlook]:
-        """See what tiers have beyond the first `had` chunks, if there is time. Returns a ticket, 0 if nobody
-        will be asked, and what to expect.
+        """See what tiers have beyond what was granted, if there is time. Returns a ticket, 0 if nobody will
+        be asked, and what to expect.
         """
         room, outlook = self._look(namespace_id)
         if room is None or not wait_s or self._is_full(member, expected=False):
             return 0, outlook
         goods = self._fetches.objects.goods(room)
-        fits = room.chunks_within(self._ledger.hold_limit - member.session.held_bytes, len(keys))
-        if goods is None or fits <= had:
+        fits = room.chunks_within(self._ledger.may_hold(member.session, granted.lease), len(keys))
+        if goods is None or fits <= granted.chunks:
             return 0, outlook
         deadline = time.monotonic() + wait_s
-        wait = Wait(next(self._tickets), member, goods, keys[:fits], had, deadline)
+        wait = Wait(next(self._tickets), member, goods, keys[:fits], granted, deadline)
         self._quiet.clear()
         self._start(wait, self._serve(wait))
         return wait.ticket, outlook
@@ -107,7 +113,7 @@ class Prefetch:
         if goods is None or not line.limit:
             return 0, outlook
         self._lines[room] = line
-        wait = Wait(next(self._tickets), member, goods, keys[: line.limit], 0, 0.0, expected=True)
+        wait = Wait(next(self._tickets), member, goods, keys[: line.limit], _NOTHING, 0.0, expected=True)
         self._start(wait, self._serve_expected(wait, line, wait_s))
         return wait.ticket, outlook
 
@@ -188,7 +194,7 @@ class Prefetch:
         if not any(other.expected and other.goods.room is room for other in others):
             self._lines.pop(room, None)
         if self._members.is_reachable(wait.member) and not (wait.abandoned or wait.expected):
-            granted = self._grant(wait) if wait.holds else Granted(NO_LEASE, 0, [])
+            granted = self._grant(wait) if wait.holds else _NOTHING
             self._members.newest_lease = max(self._members.newest_lease, granted.lease)
             assert wait.member.link is not None
             places = pack_places(granted)
@@ -198,9 +204,11 @@ class Prefetch:
         wait.holds.clear()
 
     def _grant(self, wait: Wait) -> Granted:
-        """The whole hit, or nothing if it is no longer than what memory had."""
+        """The whole hit, or nothing if it is no longer than what memory had. The lookup's own lease is given
+        back for it.
+        """
         session = wait.member.session
-        granted = self._ledger.find(session, wait.goods.namespace_id, wait.keys)
+        granted = self._ledger.find(session, wait.goods.namespace_id, wait.keys, wait.granted.lease)
         gained = granted.chunks - wait.had
         if gained > 0:
             session.counts["hit_chunks"] += gained
@@ -208,7 +216,7 @@ class Prefetch:
             return granted
         if granted.lease:
             self._ledger.release(session, SCHEDULER, granted.lease, 0, granted.chunks)
-        return Granted(NO_LEASE, 0, [])
+        return _NOTHING
 
     async def _plan(self, wait: Wait) -> list[Needed]:
         """What must be in memory for the longest hit that can be had. Nothing if that is what the lookup was

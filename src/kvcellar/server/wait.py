@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvcellar.identity import ChunkKey
-from kvcellar.ledger import Shelf, Stripe
+from kvcellar.ledger import Granted, Shelf, Stripe
 from kvcellar.server.members import Member
 from kvcellar.server.objects import Goods
 from kvcellar.tiers.tier import Tier
@@ -26,7 +26,7 @@ class Wait:
         member: Member,
         goods: Goods,
         keys: Sequence[ChunkKey],
-        had: int,
+        granted: Granted,
         deadline: float,
         *,
         expected: bool = False,
@@ -35,7 +35,7 @@ class Wait:
         self.member = member
         self.goods = goods
         self.keys = keys
-        self.had = had  # chunks that memory had
+        self.granted = granted  # what memory had
         self.deadline = deadline  # on the monotonic clock
         self.expected = expected
         self.holds: list[tuple[Shelf, Stripe]] = []
@@ -43,6 +43,10 @@ class Wait:
         self.silent: set[Tier] = set()  # did not answer in time
         self.task: asyncio.Task[None] | None = None
         self.abandoned = False
+
+    @property
+    def had(self) -> int:
+        return self.granted.chunks
 
     @property
     def left(self) -> float:
