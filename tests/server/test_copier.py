@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcellar.errors import DeadlineExceeded
 from kvcellar.identity import layout_of
 from kvcellar.transfer import HostMover, Rows
 from tests.alone import load
@@ -133,6 +134,16 @@ def test_what_waits_is_stored_before_it_closes(rank: Rank) -> None:
     rank.engine.flush()
     assert all(rank.is_stored(number) for number in range(5))
     assert rank.copier.take().stores.total() == 5
+
+
+def test_a_copy_that_hangs_is_not_waited_for_without_end(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank.copier.add([], [rank.job(0)])
+    assert rank.mover.asked.wait(10)
+    monkeypatch.setattr(copier, "_CLOSE_S", 0.1)
+    with pytest.raises(DeadlineExceeded, match="still under way"):
+        rank.copier.close()
+    rank.mover.may.set()
+    rank.reported(1)
 
 
 def test_nothing_is_reported_when_nothing_happened(rank: Rank) -> None:

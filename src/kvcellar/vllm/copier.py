@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvcellar.client import Slots, WorkerClient
-from kvcellar.errors import CellarError
+from kvcellar.errors import CellarError, DeadlineExceeded
 from kvcellar.identity import SKIP, CopyPlan
 from kvcellar.transfer import Mover, Rows
 from kvcellar.vllm.forecast import Forecast
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 # What a load or store may wait for its memory to be mapped, from when it was asked for: however many wait,
 # they wait no longer than one.
 _MAP_S = 2.0
+# What is under way, and waits, when it is closed may take so long: a long prompt takes a quarter of a second.
+_CLOSE_S = 60.0
 # Small stores that wait are copied in one go, up to some milliseconds of the bus: requests that decode beside
 # each other may fill their chunks in the same step, and each go takes the GIL from the engine.
 _TOGETHER_BYTES = 256 << 20
@@ -111,8 +113,11 @@ class Copier:
         """Finish what was started, then leave."""
         self._loads.put(None)
         self._stores.put(None)
+        deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            raise DeadlineExceeded(f"copies are still under way after {_CLOSE_S:.0f} s; does the GPU hang?")
 
     # -- loads ------------------------------------------------------------------------------------------
 

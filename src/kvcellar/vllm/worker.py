@@ -183,7 +183,9 @@ class WorkerSide:
         return CellarStats(dict(self._done.counts)) if self._done else None
 
     def close(self) -> None:
-        if self._copier is not None:
-            self._copier.close()
-        if self._client is not None:
-            self._client.close()
+        try:
+            if self._copier is not None:
+                self._copier.close()
+        finally:
+            if self._client is not None:
+                self._client.close()
