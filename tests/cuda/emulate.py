@@ -47,6 +47,9 @@ class _Ordered:
 
     wait_event = wait_stream = record = synchronize = hold_up = wait
 
+    def query(self) -> bool:
+        return False  # so that it is waited for
+
 
 def install() -> None:
     runtime = types.ModuleType("cuda.bindings.runtime")

@@ -61,10 +61,13 @@ class Rank:
         return jobs.Job(number, f"request {number}", grant.lease, 0, 1, [copy])
 
     def add_one_then_others(self, others: int) -> None:
+        self.add_one_then([self.job(number) for number in range(1, others + 1)])
+
+    def add_one_then(self, others: list[Any]) -> None:
         """The others come while the first is being copied."""
         self.copier.add([], [self.job(0)])
         assert self.mover.asked.wait(10)
-        self.copier.add([], [self.job(number) for number in range(1, others + 1)])
+        self.copier.add([], others)
         self.mover.may.set()
 
     def reported(self, jobs_over: int) -> Any:
@@ -117,6 +120,35 @@ def test_a_go_is_no_larger_than_some_milliseconds_of_the_bus(
     rank.reported(6)
     assert rank.mover.goes == [1, 2, 2, 1]
     assert all(rank.is_stored(number) for number in range(6))
+
+
+def test_one_that_is_too_large_for_a_go_has_the_next_for_itself(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copier, "_TOGETHER_BYTES", 2 * rank.mover.size)
+    small, large, last = (rank.job(number) for number in (1, 2, 3))
+    parts = [rank.job(number) for number in (4, 5, 6)]
+    large.copies += [part.copies[0] for part in parts]
+    rank.add_one_then([small, large, last])
+    rank.reported(4)
+    assert rank.mover.goes == [1, 1, 4, 1]
+    for part in parts:  # their bytes went with the large one's
+        rank.engine.workers[0].commit(part.lease, 0, 1)
+    rank.engine.flush()
+    assert all(rank.is_stored(number) for number in range(7))
+
+
+def test_a_lease_that_is_no_good_drops_its_own_store_only(rank: Rank) -> None:
+    others = [rank.job(number) for number in (1, 2, 3)]
+    lease, others[1].lease = others[1].lease, 1
+    rank.add_one_then(others)
+    done = rank.reported(4)
+    assert rank.mover.goes == [1, 2]
+    assert done.counts["stores_dropped"] == 1
+    assert done.counts["store_bytes"] == 3 * rank.mover.size
+    rank.engine.scheduler.abort(lease, 0, 1)
+    rank.engine.scheduler.flush()
+    assert [rank.is_stored(number) for number in range(4)] == [True, True, False, True]
 
 
 def test_a_go_that_breaks_is_aborted_whole_and_reported(rank: Rank) -> None:

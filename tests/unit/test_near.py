@@ -1,5 +1,6 @@
 """Loads that are over are told once, by whichever side comes first."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,8 +9,15 @@ from tests.alone import load
 near = load("near")
 
 
-def test_what_is_fetched_is_not_reported():
-    landed = near.Landed()
+@pytest.fixture
+def landed():
+    """Of an engine whose scheduler side asks."""
+    one = near.Landed()
+    assert one.fetch() == set()
+    return one
+
+
+def test_what_is_fetched_is_not_reported(landed):
     assert landed.put({"a", "b"}) == set()
     assert landed
     assert landed.fetch() == {"a", "b"}
@@ -17,24 +25,28 @@ def test_what_is_fetched_is_not_reported():
     assert [landed.put(set()) for _ in range(5)] == [set()] * 5
 
 
-def test_what_nobody_fetches_is_reported_after_two_steps():
-    landed = near.Landed()
-    assert [landed.put({"a"}), landed.put({"b"}), landed.put(set()), landed.put(set())] == [
-        set(),
-        set(),
-        {"a"},
-        {"b"},
-    ]
+def test_what_nobody_fetches_is_reported_after_two_steps(landed):
+    reported = [landed.put(one) for one in ({"a"}, {"b"}, set(), set())]
+    assert reported == [set(), set(), {"a"}, {"b"}]
     assert landed.fetch() == set()
 
 
-def test_a_scheduler_side_of_another_engine_or_process_does_not_listen():
-    near.listen("one")
-    near.landed("one").put({"a"})
-    assert near.landed("other") is None
-    near.close("one")
-    assert near.landed("one") is None
-    near.close("one")
+def test_where_nobody_ever_asks_all_is_reported_at_once():
+    landed = near.Landed()
+    assert [landed.put({"a"}), landed.put({"b"})] == [{"a"}, {"b"}]
+    assert not landed
+
+
+def test_a_scheduler_side_finds_its_worker_side_if_there_is_one_of_that_name_only():
+    one, other = near.open_landed("one"), near.open_landed("other")
+    assert (near.landed_of("one"), near.landed_of("other"), near.landed_of("third")) == (one, other, None)
+    twin = near.open_landed("one")
+    assert near.landed_of("one") is None
+    near.close_landed("one", twin)
+    assert near.landed_of("one") is None
+    near.close_landed("other", other)
+    assert near.landed_of("other") is None
+    near.close_landed("other", other)
 
 
 @given(st.lists(st.one_of(st.just("fetch"), st.integers(0, 3)), max_size=60))

@@ -45,6 +45,22 @@ def test_decoding_steps_say_nothing(patience, clock):
     assert patience.computing_s(4000) == pytest.approx(2.0)
 
 
+def test_steps_end_in_the_order_in_which_they_began(patience, clock):
+    """An engine that schedules ahead: each takes a second, and the next begins at once."""
+    patience.step_begins(8)
+    for _ in range(3):
+        clock.now += 0.01
+        patience.step_begins(2000)
+        clock.now += 0.99
+        patience.step_ends()
+    assert patience.computing_s(2000) == pytest.approx(1.98, abs=0.02)
+
+
+def test_a_step_that_never_began_cannot_end(patience):
+    patience.step_ends()
+    assert patience.computing_s(20_000) == pytest.approx(1.0)
+
+
 def test_a_faster_engine_is_believed_at_once_and_a_slower_one_slowly(patience, clock):
     compute(patience, clock, 2000, 1.0)
     compute(patience, clock, 2000, 0.5)

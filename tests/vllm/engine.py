@@ -116,6 +116,21 @@ class Engine:
         self.requests = 0
         self.steps = 0
         self.results: list[Any] = []  # of the calls inside this round
+        self.fetched = 0  # loads that the connector's scheduler side told vLLM of
+        if job.get("connector") is not None:
+            self._count_fetched()
+
+    def _count_fetched(self) -> None:
+        from kvcellar.vllm.near import Landed  # noqa: PLC0415 -- imports vLLM
+
+        fetch = Landed.fetch
+
+        def counting(landed: Landed) -> set[str]:
+            found = fetch(landed)
+            self.fetched += len(found)
+            return found
+
+        Landed.fetch = counting  # type: ignore[method-assign,assignment]
 
     def warm_up(self) -> None:
         """A first request, shorter than any block: it compiles kernels and caches nothing."""
@@ -133,7 +148,7 @@ class Engine:
         if "call" in round_:
             return {"result": self._call(round_)}
         before = self._counters()
-        started, steps = time.monotonic(), self.steps
+        started, steps, fetched = time.monotonic(), self.steps, self.fetched
         self.results = []
         prompts = round_["prompts"]
         batches = [prompts] if round_.get("together") else [[prompt] for prompt in prompts]
@@ -147,6 +162,7 @@ class Engine:
             "counters": dict(self._counters() - before),
             "seconds": seconds,
             "steps": self.steps - steps,
+            "fetched": self.fetched - fetched,
             "results": self.results,
             "settled": settled,
         }

@@ -47,6 +47,7 @@ class Answer(NamedTuple):
     counters: Mapping[str, float]  # by how much vLLM's counters grew; the absent ones did not
     seconds: float
     steps: int  # of the engine's loop, in this process
+    fetched: int  # loads that the connector's scheduler side told of, since it has the only rank beside it
     results: list[Any]  # of "interrupt"
     settled: bool | None  # the engine came to rest; None: not known, its loop runs in another process
 

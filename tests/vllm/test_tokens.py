@@ -145,6 +145,7 @@ def test_tokens_from_the_cache_are_those_of_computing(
         assert loaded.tokens == truth
         assert loaded.cached == reloaded.cached
         assert loaded.external[0] > 0
+        assert bool(loaded.fetched) == (case.ranks == 1)
         assert hit_chunks(serve) > 0
         continued = second.round([grown])
         assert continued.tokens == first.round([grown], salt="grown").tokens

@@ -10,7 +10,8 @@ import queue
 import threading
 import time
 from collections import Counter
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ class Copier:
         self._changed = threading.Condition()  # guards the three above
         self._loads: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._next: _Task | None = None  # the store that was too large for the last go
         self._threads = [
             threading.Thread(target=self._run_loads, name="kvcellar-loads", daemon=True),
             threading.Thread(target=self._run_stores, name="kvcellar-stores", daemon=True),
@@ -167,48 +169,62 @@ class Copier:
         while tasks := self._next_stores():
             started = time.monotonic()
             good = self._store(tasks)
-            moved = sum(self._bytes_of(task.job) for task in tasks) if good else 0
+            moved = sum(self._bytes_of(task.job) for task in good)
             with self._changed:
                 done = self._news()
                 done.stores.update(task.job.id for task in tasks)
                 if self._writes:
                     done.count("store", len(tasks), moved, time.monotonic() - started)
-                    done.counts["stores_dropped"] += 0 if good else len(tasks)
+                    done.counts["stores_dropped"] += len(tasks) - len(good)
 
     def _next_stores(self) -> list[_Task]:
         """Those to be copied in one go; none at the end."""
         tasks: list[_Task] = []
         size = 0
-        while size < _TOGETHER_BYTES and not (tasks and self._stores.empty()):
-            task = self._stores.get()
+        while not (tasks and self._stores.empty()):
+            task, self._next = self._next or self._stores.get(), None
             if task is None:
                 self._stores.put(None)  # it ends after those
                 break
-            tasks.append(task)
             size += self._bytes_of(task.job)
+            if tasks and size > _TOGETHER_BYTES:
+                self._next = task
+                break
+            tasks.append(task)
         return tasks
 
-    def _store(self, tasks: list[_Task]) -> bool:
-        """Whether they are stored, as far as this rank goes. If anything breaks, none is: a store less is a
-        miss later on.
+    def _store(self, tasks: list[_Task]) -> list[_Task]:
+        """Those that are stored, as far as this rank goes. If copying breaks, none is: a store less is a miss
+        later on.
         """
         if not self._writes:
-            return True
-        jobs = [task.job for task in tasks]
-        rows = [_rows(copy) for job in jobs for copy in job.copies]
-        try:
-            with ExitStack() as leases:
-                slots = [leases.enter_context(self._copying(task)) for task in tasks]
-                # What the engine had launched before the last is all that it had launched before any.
-                self._mover.store(rows, slots[-1], tasks[-1].after)
-        except Exception as error:  # noqa: BLE001
-            log.warning("KVCellar: %d stores were dropped: %s", len(jobs), error)
-            for job in jobs:
-                self._client.abort(job.lease, job.first, job.stop)
-            return False
-        for job in jobs:
+            return tasks
+        good: list[_Task] = []
+        with ExitStack() as leases:
+            slots: Slots | None = None
+            for task in tasks:
+                with self._or_dropped([task]):
+                    slots = leases.enter_context(self._copying(task))
+                    good.append(task)
+            rows = [_rows(copy) for task in good for copy in task.job.copies]
+            with self._or_dropped(good):
+                if slots is not None:
+                    # What the engine had launched before the last is all that it had launched before any.
+                    self._mover.store(rows, slots, good[-1].after)
+        for job in (task.job for task in good):
             self._client.commit(job.lease, job.first, job.stop)
-        return True
+        return good
+
+    @contextmanager
+    def _or_dropped(self, tasks: list[_Task]) -> Iterator[None]:
+        """If it breaks, they are aborted, and gone from the list."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001
+            log.warning("KVCellar: stores were dropped, %d: %s", len(tasks), error)
+            for job in (task.job for task in tasks):
+                self._client.abort(job.lease, job.first, job.stop)
+            tasks.clear()
 
     def _copying(self, task: _Task) -> AbstractContextManager[Slots]:
         self._client.wait_attached(max(0.0, task.give_up - time.monotonic()))

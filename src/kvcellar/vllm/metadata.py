@@ -30,10 +30,11 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     stores: Counter[int] = field(default_factory=Counter)  # ranks that are done with a job, well or not
     failed: set[str] = field(default_factory=set)  # requests whose load failed
+    idle: bool = False  # of a step without a forward
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, WorkerReport)
-        return WorkerReport(self.stores + other.stores, self.failed | other.failed)
+        return WorkerReport(self.stores + other.stores, self.failed | other.failed, self.idle)
 
 
 @dataclass

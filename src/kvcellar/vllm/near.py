@@ -14,13 +14,18 @@ class Landed:
     """Of one engine."""
 
     def __init__(self) -> None:
+        self.is_asked = False  # there is a scheduler side here, and it asks
         self._waiting: dict[str, int] = {}  # by request: steps for which it was not fetched
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def put(self, requests: set[str]) -> set[str]:
-        """At the end of a step: their loads are over, and good. Returns those that nobody has fetched."""
+        """At the end of a step: their loads are over, and good. Returns those that the worker side has to
+        report.
+        """
+        if not self.is_asked:
+            return requests
         self._waiting = {request: steps + 1 for request, steps in self._waiting.items()}
         self._waiting |= dict.fromkeys(requests, 0)
         late = {request for request, steps in self._waiting.items() if steps == _PATIENCE}
@@ -29,22 +34,28 @@ class Landed:
         return late
 
     def fetch(self) -> set[str]:
+        self.is_asked = True
         fetched = set(self._waiting)
         self._waiting.clear()
         return fetched
 
 
-_engines: dict[str, Landed] = {}  # by session: those whose scheduler side is in this process
+# By session, those whose worker side is in this process; None: there are two of that name, and a scheduler
+# side could not tell which one is its own.
+_engines: dict[str, Landed | None] = {}
 
 
-def listen(session: str) -> None:
-    """To be called by the scheduler side of an engine with one rank: others may not be done yet."""
-    _engines[session] = Landed()
+def open_landed(session: str) -> Landed:
+    """For the worker side of an engine with one rank: others may not be done yet."""
+    landed = Landed()
+    _engines[session] = None if session in _engines else landed
+    return landed
 
 
-def landed(session: str) -> Landed | None:
+def landed_of(session: str) -> Landed | None:
     return _engines.get(session)
 
 
-def close(session: str) -> None:
-    _engines.pop(session, None)
+def close_landed(session: str, landed: Landed) -> None:
+    if _engines.get(session) is landed:
+        del _engines[session]

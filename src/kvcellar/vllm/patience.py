@@ -8,6 +8,7 @@ tier that nobody has measured lately gets one short trial.
 Pure: the clock is passed in, vLLM is not imported, and tickets are just numbers.
 """
 
+from collections import deque
 from collections.abc import Callable
 
 # A tier must be so much faster than computing: what it brings must still be copied, and rates vary.
@@ -26,6 +27,8 @@ _WAY_S = 0.05
 _ASSUMED_RATE = 20_000.0
 # Smaller steps are decoding, and say nothing of prefill.
 _PREFILL_TOKENS = 128
+# Steps that may be under way at once: more than an engine has, and a bound.
+_AHEAD_STEPS = 64
 _FADING = 0.05
 
 
@@ -33,22 +36,23 @@ class Patience:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._rate = 0.0  # tokens per second; 0 until measured
-        self._step: tuple[float, int] | None = None  # when it began, and its tokens
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_AHEAD_STEPS)  # when each began, and its tokens
         self._lead_s = self._chunk_s = 0.0  # as the server said last
         self._until: dict[int, float] = {}  # by ticket
 
     # -- how fast the engine computes -------------------------------------------------------------------
 
     def step_begins(self, tokens: int) -> None:
-        self._step = (self._clock(), tokens) if tokens >= _PREFILL_TOKENS else None
+        """One in which something is computed. The engine may begin another before it ends."""
+        self._steps.append((self._clock(), tokens))
 
     def step_ends(self) -> None:
-        if self._step is None:
+        """The one that began first."""
+        if not self._steps:
             return
-        began, tokens = self._step
-        self._step = None
+        began, tokens = self._steps.popleft()
         took = self._clock() - began
-        if took <= 0:
+        if tokens < _PREFILL_TOKENS or took <= 0:
             return
         rate = tokens / took
         # Faster counts at once, slower only by and by: a slow step may have waited for something else.

@@ -24,12 +24,12 @@ from kvcellar.client import AdminClient, Grant, SchedulerClient
 from kvcellar.errors import BadRequest, CellarError, StartupError
 from kvcellar.identity import SKIP, Namespace, block_range, plan_load
 from kvcellar.slab import NO_PLACE
-from kvcellar.vllm import near
 from kvcellar.vllm.adapters import Adapters
 from kvcellar.vllm.compat import derive_hash_seed, hash_block_tokens, warn_if_untested
 from kvcellar.vllm.identity import check_supported, make_namespace
 from kvcellar.vllm.jobs import GroupCopy, Job
 from kvcellar.vllm.metadata import CellarMetadata, TensorLayout, WorkerReport
+from kvcellar.vllm.near import landed_of
 from kvcellar.vllm.options import Options
 from kvcellar.vllm.patience import Patience
 from kvcellar.vllm.stores import Stores
@@ -62,8 +62,6 @@ class SchedulerSide:
         self._ids = itertools.count(1)
         self._adapters = Adapters()
         self._patience = Patience(time.monotonic)
-        if config.parallel_config.world_size == 1:
-            near.listen(options.session)
         self._greet()
 
     def _greet(self) -> None:
@@ -283,23 +281,29 @@ class SchedulerSide:
             return CellarMetadata()
         loads, self._loads = self._loads, []
         jobs = self.stores.collect(client)
+        chunk = client.namespace.chunk_tokens
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
-            if tracked is not None:
-                self.stores.plan(client, tracked, scheduled)
+            if tracked is None:
+                continue
+            computed = tracked.request.num_computed_tokens + scheduled
+            if computed >= (tracked.planned + 1) * chunk:  # not so in most steps of requests that decode
+                self.stores.plan(client, tracked, computed)
         client.flush()
-        self._patience.step_begins(output.total_num_scheduled_tokens)
+        if output.total_num_scheduled_tokens:
+            self._patience.step_begins(output.total_num_scheduled_tokens)
         return CellarMetadata(
             client.namespace.encoded, loads, jobs, idle=not output.total_num_scheduled_tokens
         )
 
     def step_done(self, output: KVConnectorOutput) -> None:
         """What the ranks have to say of a step; vLLM reads on in it after this."""
-        self._patience.step_ends()
-        landed = near.landed(self._options.session)
-        if landed:
-            output.finished_recving = landed.fetch() | (output.finished_recving or set())
+        landed = landed_of(self._options.session)
+        if landed is not None and (fetched := landed.fetch()):
+            output.finished_recving = fetched | (output.finished_recving or set())
         report = output.kv_connector_worker_meta
+        if not isinstance(report, WorkerReport) or not report.idle:
+            self._patience.step_ends()
         if isinstance(report, WorkerReport):
             for job_id, ranks in report.stores.items():
                 self.stores.answered(self._client, job_id, ranks)
@@ -337,7 +341,6 @@ class SchedulerSide:
             self._client.register(self._make_namespace(), self._options.lookup_timeout)
 
     def close(self) -> None:
-        near.close(self._options.session)
         if self._client is not None:
             self._client.flush()
             self._client.close()

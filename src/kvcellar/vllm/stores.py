@@ -68,13 +68,14 @@ class Stores:
 
     # -- asking for places ------------------------------------------------------------------------------
 
-    def plan(self, client: SchedulerClient, tracked: Tracked, scheduled: int) -> None:
-        """Hold, and ask places for, the chunks that will have been computed when this step is over."""
-        namespace = client.namespace
-        done = (tracked.request.num_computed_tokens + scheduled) // namespace.chunk_tokens
-        if done <= tracked.planned or tracked.is_mixed:  # in most steps of a request that decodes
+    def plan(self, client: SchedulerClient, tracked: Tracked, computed: int) -> None:
+        """Hold, and ask places for, the chunks that will be computed when this step is over, with `computed`
+        tokens in all.
+        """
+        if tracked.is_mixed:
             return
-        stop = min(done, tracked.hashed_chunks())
+        namespace = client.namespace
+        stop = min(computed // namespace.chunk_tokens, tracked.hashed_chunks())
         if stop <= tracked.planned:
             return
         chunks = [_blocks_of(namespace, tracked.blocks, chunk) for chunk in range(tracked.planned, stop)]

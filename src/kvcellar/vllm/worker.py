@@ -9,16 +9,16 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvcellar.client import WorkerClient
-from kvcellar.errors import BadRequest, CellarError
+from kvcellar.errors import BadRequest, CellarError, DeadlineExceeded
 from kvcellar.identity import Namespace, decode_namespace
 from kvcellar.transfer import HostMover, Mover, block_memory
 from kvcellar.transfer.geometry import block_shape, describe
-from kvcellar.vllm import near
 from kvcellar.vllm.compat import derive_hash_seed
 from kvcellar.vllm.copier import Copier, Done
 from kvcellar.vllm.identity import block_bytes, check_supported, make_namespace
 from kvcellar.vllm.metadata import CellarMetadata, TensorLayout, WorkerReport
 from kvcellar.vllm.metrics import CellarStats
+from kvcellar.vllm.near import Landed, close_landed, open_landed
 from kvcellar.vllm.options import Options
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ class WorkerSide:
         self._namespace = b""
         self._done: Done | None = None
         self._idle = False  # the engine's step has no forward
+        alone = config.parallel_config.world_size == 1
+        self._landed: Landed | None = open_landed(options.session) if alone else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         try:
@@ -151,15 +153,14 @@ class WorkerSide:
     # -- reports ----------------------------------------------------------------------------------------
 
     def finished_loads(self) -> tuple[set[str], set[str]]:
-        """Requests whose load is over, and those of them where it failed."""
+        """Requests whose load is over, as far as this side has to tell, and those of them where it failed."""
         if self._copier is not None:
             if self._idle:
                 self._copier.wait_for_a_load(_IDLE_S, _SOON_S)
             self._done = self._copier.take()
         loads, failed = (self._done.loads, self._done.failed) if self._done else (set(), set())
-        landed = near.landed(self._options.session)
-        if landed is not None and (loads or landed):
-            loads = failed | landed.put(loads - failed)
+        if self._landed is not None and (loads or self._landed):
+            loads = failed | self._landed.put(loads - failed)
         return loads, failed
 
     def bad_blocks(self) -> set[int]:
@@ -170,22 +171,24 @@ class WorkerSide:
         """For the scheduler side, of the same moment."""
         done = self._done
         if done is not None and (done.stores or done.failed):
-            return WorkerReport(done.stores, done.failed)
+            return WorkerReport(done.stores, done.failed, self._idle)
         # With anything to report, vLLM asks the scheduler side, also after a step without a forward.
-        listens = near.landed(self._options.session) is not None
-        return WorkerReport() if listens and (self._done or self._is_loading) else None
-
-    @property
-    def _is_loading(self) -> bool:
-        return self._copier is not None and self._copier.is_loading
+        asked = self._landed is not None and self._landed.is_asked
+        loading = self._copier is not None and self._copier.is_loading
+        return WorkerReport(idle=self._idle) if asked and (done is not None or loading) else None
 
     def stats(self) -> CellarStats | None:
-        return CellarStats(dict(self._done.counts)) if self._done else None
+        return CellarStats(dict(self._done.counts)) if self._done and self._done.counts else None
 
     def close(self) -> None:
+        if self._landed is not None:
+            close_landed(self._options.session, self._landed)
         try:
             if self._copier is not None:
                 self._copier.close()
-        finally:
-            if self._client is not None:
-                self._client.close()
+        except DeadlineExceeded as error:
+            # It does not say that it leaves: the server keeps what may be written until this process is gone.
+            log.error("KVCellar: %s", error)
+            return
+        if self._client is not None:
+            self._client.close()

@@ -33,9 +33,10 @@ from kvcellar.transfer.steps import BlockIds, check_blocks, check_targets
 
 log = logging.getLogger(__name__)
 
-# A store begins so long after the step that it stores: whoever waits for that step's tokens waits for the GIL
-# too, and a store is in no hurry. A new prompt of 2,048 tokens took 1.05 times as long as without a connector
-# when stores began at once, and 1.01 with this (bench/results/gpu/rests.txt).
+# A store that had to wait for its step begins so long after it: whoever waits for that step's tokens waits
+# for the GIL too, and a store is in no hurry. A new prompt of 2,048 tokens took 1.05 times as long as without
+# a connector when stores began at once, and 1.01 with this, in 20 rounds each; at 8,192 tokens the difference
+# was less than 12 rounds could show (bench/results/gpu/rests.txt).
 _REST_S = 0.002
 
 TableRow = tuple[int, int, int, int, int]  # see kernels.py

@@ -48,7 +48,7 @@ class Run:
 
 
 class Sent(NamedTuple):
-    """Block tables and sums on the GPU, by group."""
+    """Block tables and sums on the GPU, by part of the call."""
 
     blocks: Sequence[torch.Tensor]
     sums: Sequence[torch.Tensor]
@@ -106,7 +106,7 @@ class Ring:
     def __init__(self, device: torch.device, buffer_bytes: int, rest: float = 0.0) -> None:
         driver.enter(device)
         self.buffer_bytes = buffer_bytes
-        self._rest = rest  # seconds, after what a copy has to wait for
+        self._rest = rest  # seconds, after an engine's step that a copy had to wait for
         self.locked = True  # whether all host memory is page-locked
         self._device = device
         self._lanes = [_Lane(device, buffer_bytes) for _ in range(BUFFERS)]
@@ -127,10 +127,8 @@ class Ring:
         driver.enter(self._device)
         first, second = self._lanes
         with driver.beside_captures(), torch.cuda.stream(first.stream):
-            if after is not None:
-                # Here, not on the GPU: what waits there may keep others waiting that share a hardware queue.
-                after.synchronize()
-                time.sleep(self._rest)
+            if after is not None and not after.query():
+                self._wait_for_the_engine(after)
             run = Run(lambda: self._send(tables()))
             try:
                 yield run
@@ -140,6 +138,12 @@ class Ring:
                 self._wait_for(second, first, self._over)
                 self._done.record(first.raw)
                 self._done.synchronize()
+
+    def _wait_for_the_engine(self, after: torch.cuda.Event) -> None:
+        """Here, not on the GPU: what waits there may keep others waiting that share a hardware queue."""
+        after.synchronize()
+        if self._rest:  # to sleep not at all lets go of the GIL, too
+            time.sleep(self._rest)
 
     def _send(self, tables: Sequence[BlockIds]) -> Sent:
         first, second = self._lanes
