@@ -234,7 +234,8 @@ def _found(entrant: Entrant, entrants: Sequence[Entrant], rate: float | None) ->
         rows.append({"tokens": tokens} | ttft.row(rounds, alone.get(tokens, []), bus_ms))
     found = entrant.about | ({"rows": rows} if rows else {}) | ({"bus_gbps": rate} if rate else {})
     if entrant.beside:
-        found["interference"] = interference.summary(entrant.beside)
+        cache = {"cache_gib": entrant.about.get("cache_gib")}  # another than that of ttft
+        found["interference"] = interference.summary(entrant.beside) | cache
     return found | ({"errors": {entrant.run.part: entrant.error}} if entrant.error else {})
 
 

@@ -95,13 +95,10 @@ class Lease:
     @property
     def held_bytes(self) -> int:
         """Of the stripes that anybody still answers for."""
-        held, every = self.held(), (1 << self.chunks) - 1
-        counts = [
-            (held >> position * self.chunks & every).bit_count() for position in range(len(self.groups))
-        ]
+        held = self.held()
         return sum(
-            count * self.room.shelves[group].stripe_bytes
-            for group, count in zip(self.groups, counts, strict=True)
+            len(self.pick(held, position)) * self.room.shelves[group].stripe_bytes
+            for position, group in enumerate(self.groups)
         )
 
     @property

@@ -94,10 +94,6 @@ class Copier:
             patience = soon if self._forecast.is_due(soon) else seconds
             self._changed.wait_for(lambda: (self._done and self._done.loads) or not self._loading, patience)
 
-    @property
-    def is_loading(self) -> bool:
-        return self._loading > 0
-
     def take(self) -> Done | None:
         if self._done is None:
             return None  # no need for the lock: what comes now is there at the next step

@@ -168,14 +168,13 @@ class WorkerSide:
         return self._done.bad_blocks if self._done else set()
 
     def report(self) -> WorkerReport | None:
-        """For the scheduler side, of the same moment."""
-        done = self._done
-        if done is not None and (done.stores or done.failed):
-            return WorkerReport(done.stores, done.failed, self._idle)
-        # With anything to report, vLLM asks the scheduler side, also after a step without a forward.
-        asked = self._landed is not None and self._landed.is_asked
-        loading = self._copier is not None and self._copier.is_loading
-        return WorkerReport(idle=self._idle) if asked and (done is not None or loading) else None
+        """For the scheduler side, of the same moment. Always of an idle step: vLLM would not pass on one that
+        has nothing to say, and the scheduler side asks for itself then, see near.py.
+        """
+        if self._done is None and not self._idle:
+            return None
+        done = self._done or Done()
+        return WorkerReport(done.stores, done.failed, self._idle)
 
     def stats(self) -> CellarStats | None:
         return CellarStats(dict(self._done.counts)) if self._done and self._done.counts else None
