@@ -9,6 +9,7 @@ import pytest
 
 from kvcellar.errors import DeadlineExceeded
 from kvcellar.identity import layout_of
+from kvcellar.slab import NO_PLACE
 from kvcellar.transfer import HostMover, Rows
 from tests.alone import load
 from tests.server.conftest import ServerProcess
@@ -176,6 +177,20 @@ def test_a_copy_that_hangs_is_not_waited_for_without_end(rank: Rank, monkeypatch
         rank.copier.close()
     rank.mover.may.set()
     rank.reported(1)
+
+
+def test_a_load_that_lacks_a_slot_fails_as_a_whole(rank: Rank) -> None:
+    rank.mover.may.set()
+    rank.copier.add([], [rank.job(0)])
+    rank.reported(1)
+    hit, per_chunk = rank.engine.lookup(1, seed=0), rank.mover.per_chunk
+    rows = [list(range(first, first + per_chunk)) for first in (0, per_chunk)]
+    places = {0: int(hit.places[0][0]), 1: NO_PLACE}
+    copy = jobs.group_copy(rank.engine.namespace, 0, places, rows, keys(2, 0))
+    rank.copier.add([jobs.Job(1, "request", hit.lease, 0, 1, [copy])], [])
+    done = eventually(rank.copier.take)
+    assert done.loads == done.failed == {"request"}
+    assert done.bad_blocks == set(range(2 * per_chunk))
 
 
 def test_nothing_is_reported_when_nothing_happened(rank: Rank) -> None:

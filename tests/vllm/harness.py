@@ -262,11 +262,11 @@ class VllmEngine:
 
 
 def prompts_around_borders(block: int, chunk: int, seed: int) -> list[list[int]]:
-    """Nine prompts or more, of up to three chunks and a block, most with a prefix in common.
+    """Ten prompts or more, of up to four chunks, most with a prefix in common.
 
     One text cut just before, at and just after a chunk's end, and a block into the next; then texts that
     leave it at a chunk's end, inside a chunk at a block's end, and inside a block; then a text with nothing
-    in common but its tail.
+    in common but its tail, and one of whole chunks with nothing in common, longer than any window.
     """
     draw = random.Random(seed)
     text = _draw(draw, 3 * chunk + block + 1)
@@ -274,7 +274,7 @@ def prompts_around_borders(block: int, chunk: int, seed: int) -> list[list[int]]
     cuts = (block - 1, block + 1, chunk - 1, chunk, chunk + 1, 2 * chunk + block, 3 * chunk + block + 1)
     prompts = [text[:cut] for cut in sorted(set(cuts))]  # a chunk may be one block
     prompts += [text[:cut] + other[cut : 2 * chunk + 2] for cut in (chunk, chunk + block, 2 * chunk - 1)]
-    prompts += [other[:chunk] + text[chunk : 2 * chunk + 1]]
+    prompts += [other[:chunk] + text[chunk : 2 * chunk + 1], _draw(draw, 4 * chunk)]
     return prompts
 
 

@@ -98,6 +98,10 @@ KINDS = {
         window=256,
         embedding=256**-0.5,  # Gemma multiplies it by the root of hidden_size
     ),
+    # All layers have a window, in one group.
+    "sliding": Kind(
+        "mistral", _SMALL | {"num_hidden_layers": 4, "sliding_window": 256}, {}, block=128, window=256
+    ),
     "moe": Kind(
         "mixtral",
         _SMALL | {"num_hidden_layers": 3, "intermediate_size": 256, "num_local_experts": 4},

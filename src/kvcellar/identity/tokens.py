@@ -28,13 +28,14 @@ def storable_chunks(blocks_per_group: Sequence[int], block_tokens: Sequence[int]
 def window_chunks(group: Group, chunk_tokens: int) -> int | None:
     """How many chunks before the end of a hit a group needs; None means all of them.
 
-    The next token attends to the window - 1 tokens before it, and a recurrent state needs only the newest.
+    A token attends to the window - 1 tokens before it, and a hit's last token may have to be computed again,
+    see plan_load. A recurrent state needs only the newest.
     """
     if group.kind == "recurrent":
         return 1
     if group.window_tokens is None:
         return None
-    return max(1, -(-(group.window_tokens - 1) // chunk_tokens))
+    return -(-group.window_tokens // chunk_tokens)
 
 
 def fold_windows(chunks: int, windows: Sequence[int | None], present: Callable[[int, int], bool]) -> int:
@@ -83,14 +84,15 @@ class LoadSpan(NamedTuple):
 def plan_load(
     engine_hit: int, cache_hit: int, prompt_tokens: int, chunk_tokens: int, block_tokens: int
 ) -> LoadSpan:
-    """Split a cache hit against what the engine already has; at least one prompt token is left to compute.
+    """Split a cache hit against what the engine already has.
 
-    `block_tokens` is the alignment of what the engine may count as computed: pass 1 where it may be ragged. A
-    model with windows or recurrent state must not cut its hit afterwards, since the hit's end decides what it
-    needs: there, look up (prompt_tokens - 1) // chunk_tokens chunks, and nothing is left to cut.
+    The last token of a prompt is computed in any case, for its answer. So a hit of the whole prompt is taken
+    but for that token, and the last block, which it is written to, is loaded none the less. A hit that gains
+    less than a block is not taken: computing the rest of a block costs nothing beside that token. A recurrent
+    state cannot go back by a token: who has one looks up (prompt_tokens - 1) // chunk_tokens chunks.
     """
-    usable = min(cache_hit, prompt_tokens - 1) // block_tokens * block_tokens
-    if usable <= engine_hit:
+    usable = min(cache_hit, prompt_tokens - 1)
+    if usable // block_tokens * block_tokens <= engine_hit:
         return LoadSpan(0, 0, 0, 0)
     first = engine_hit // chunk_tokens
     return LoadSpan(first, -(-usable // chunk_tokens), engine_hit - first * chunk_tokens, usable - engine_hit)

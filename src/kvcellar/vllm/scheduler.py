@@ -23,7 +23,6 @@ from vllm.v1.request import Request
 from kvcellar.client import AdminClient, Grant, SchedulerClient
 from kvcellar.errors import BadRequest, CellarError, StartupError
 from kvcellar.identity import SKIP, Namespace, block_range, plan_load
-from kvcellar.slab import NO_PLACE
 from kvcellar.vllm.adapters import Adapters
 from kvcellar.vllm.compat import derive_hash_seed, hash_block_tokens, warn_if_untested
 from kvcellar.vllm.identity import check_supported, make_namespace
@@ -132,7 +131,7 @@ class SchedulerSide:
         if client is None or not client.has_tiers or request.skip_reading_prefix_cache:
             return
         tracked = self._track(client, request)
-        if chunks := self._chunks_to_ask(client, tracked):
+        if chunks := tracked.hashed_chunks():
             wait = self._patience.ahead(chunks, client.namespace.chunk_tokens)
             tracked.expected = client.expect(tracked.keys[:chunks], wait)
 
@@ -172,17 +171,9 @@ class SchedulerSide:
             )
         return tracked
 
-    def _chunks_to_ask(self, client: SchedulerClient, tracked: Tracked) -> int:
-        chunks = tracked.hashed_chunks()
-        if len(client.namespace.groups) > 1:
-            # A window is read up to the end of the hit, so a hit must not be cut: it leaves a token to
-            # compute.
-            chunks = min(chunks, (tracked.request.num_tokens - 1) // client.namespace.chunk_tokens)
-        return chunks
-
     def _ask(self, client: SchedulerClient, tracked: Tracked, computed: int) -> None:
         self._give_back(tracked)
-        chunk, chunks = client.namespace.chunk_tokens, self._chunks_to_ask(client, tracked)
+        chunk, chunks = client.namespace.chunk_tokens, tracked.hashed_chunks()
         tracked.asked_at = tracked.request.num_preemptions
         tracked.grant = _nothing(0)
         if chunks * chunk > computed:
@@ -241,7 +232,9 @@ class SchedulerSide:
     def _load_copy(
         self, client: SchedulerClient, tracked: Tracked, group: int, ids: list[int], chunks: range
     ) -> GroupCopy:
-        """Which blocks to fill; never one that vLLM had already, nor the null block of what has slid out."""
+        """Which blocks to fill; never one that vLLM had already, nor the null block of what has slid out. All
+        others: vLLM will read them, and a load that has no slot for one of them fails.
+        """
         assert tracked.grant is not None
         namespace = client.namespace
         size, per_chunk = namespace.groups[group].block_tokens, namespace.chunk_tokens
@@ -253,7 +246,7 @@ class SchedulerSide:
         rows[rows == NULL_BLOCK] = SKIP
         table = rows.reshape(len(chunks), -1)
         places = tracked.grant.places[group][chunks.start : chunks.stop]
-        wanted = np.flatnonzero((places != NO_PLACE) & (table != SKIP).any(axis=1))
+        wanted = np.flatnonzero((table != SKIP).any(axis=1))
         numbers = (wanted + chunks.start).tolist()
         return GroupCopy(
             group, places[wanted], table[wanted], numbers, [tracked.keys[number] for number in numbers]
