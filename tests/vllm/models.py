@@ -98,9 +98,13 @@ KINDS = {
         window=256,
         embedding=256**-0.5,  # Gemma multiplies it by the root of hidden_size
     ),
-    # All layers have a window, in one group.
+    # All layers have a window, in one group; of no round number of blocks or chunks.
     "sliding": Kind(
-        "mistral", _SMALL | {"num_hidden_layers": 4, "sliding_window": 256}, {}, block=128, window=256
+        "mistral",
+        _SMALL | {"num_hidden_layers": 4, "sliding_window": 200},
+        {"block_size": 32},
+        block=32,
+        window=200,
     ),
     "moe": Kind(
         "mixtral",
