@@ -20,7 +20,7 @@ from kvcellar.client import AdminClient
 from kvcellar.errors import Unavailable
 from kvcellar.wire import messages as m
 from kvcellar.wire.report import SessionReport, StatusReport
-from tests.server.engine import Child, Engine, eventually
+from tests.server.engine import PATIENCE, Child, Engine, eventually
 from tests.server.raw import Raw
 
 
@@ -77,7 +77,7 @@ class ServerProcess:
     def wait(self) -> int:
         """Its exit code."""
         assert self.process is not None
-        code = self.process.wait(10)
+        code = self.process.wait(PATIENCE)
         self.process = None
         return code
 
@@ -87,7 +87,7 @@ class ServerProcess:
         return self.start(**flags)
 
     def status(self) -> StatusReport:
-        with AdminClient(self.socket) as admin:
+        with AdminClient(self.socket, PATIENCE) as admin:
             return admin.status()
 
     def session(self, name: str = "engine") -> SessionReport | None:
@@ -102,8 +102,11 @@ class ServerProcess:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
     def slab_bytes(self) -> int:
-        files = [path for path in self.folder.rglob("*") if path.suffix in (".slab", ".table")]
-        return sum(path.stat().st_size for path in files)
+        total = 0
+        for path in [path for path in self.folder.rglob("*") if path.suffix in (".slab", ".table")]:
+            with contextlib.suppress(FileNotFoundError):  # given back while we look
+                total += path.stat().st_size
+        return total
 
 
 @contextlib.contextmanager

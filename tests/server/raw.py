@@ -9,13 +9,14 @@ from kvcellar.client.scheduler import _grant
 from kvcellar.identity import Namespace
 from kvcellar.wire import CONTROL, client_reader, encode
 from kvcellar.wire import messages as m
+from tests.server.engine import PATIENCE
 from tests.support import keys
 
 
 class Raw:
     def __init__(self, path: Path, hello: m.Hello | None = None) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(10.0)
+        self.sock.settimeout(PATIENCE)
         self.sock.connect(str(path))
         self._reader = client_reader()
         self._arrived: list[m.FromServer] = []

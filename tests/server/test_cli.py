@@ -38,7 +38,7 @@ def kvcellar(monkeypatch, capsys):
 def refused(*arguments):
     """What `kvcellar serve`, in a process of its own, says before it exits with code 2."""
     command = [sys.executable, "-m", "kvcellar", "serve", *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (2, ""), ended
     assert ended.stderr.startswith("kvcellar: ")
     assert ended.stderr.count("\n") == 1, ended.stderr
@@ -284,7 +284,7 @@ main()
 def test_another_user_is_refused_with_a_sentence_unless_allowed(stopped_server):
     def ask():
         command = [sys.executable, "-c", AS_NOBODY, str(stopped_server.socket)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     with tempfile.TemporaryDirectory(dir="/tmp") as reachable:
         os.chmod(reachable, 0o755)
