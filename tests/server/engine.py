@@ -14,13 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvcellar.client import Expected, Grant, SchedulerClient, WorkerClient
+from kvcellar.client import Expected, Grant, SchedulerClient, WorkerClient, scheduler
 from kvcellar.identity import ChunkKey, CopyPlan, Namespace, ParallelStrategy, layout_of, make_plan
 from kvcellar.slab import NO_PLACE, Bytes
 from kvcellar.transfer import HostTransfer
 from tests.support import full_group, keys, namespace, window_group
 
 REPOSITORY = Path(__file__).parents[2]
+
+# A reserve waits so long for memory that is just being made, and is then granted what fits, which a test may
+# take for something else. As long as the server ever waits: 0.2 s are little on a busy machine.
+scheduler._FLUSH_S = 1.0
 
 # Every namespace that tests use, by a name that can be given to another process.
 NAMESPACES: dict[str, Namespace] = {
