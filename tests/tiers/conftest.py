@@ -23,6 +23,8 @@ class ColdServer:
 
     def start(self, **flags: str) -> "ColdServer":
         self.server.start(**flags)
+        # A disk is looked through in the background: until then what it has is a miss.
+        eventually(lambda: all(one.state == "up" for one in self.server.status().tiers))
         return self
 
     def tier(self, number: int = 0) -> TierReport:
@@ -34,7 +36,7 @@ class ColdServer:
         return self.tier(number)
 
     def has_grown(self, chunks: int) -> None:
-        """When memory for so many is there. A reserve does not wait for it longer than 0.2 s: then it is
+        """When memory for so many is there. A reserve does not wait for it longer than a second: then it is
         granted what fits.
         """
         eventually(lambda: self.server.status().namespaces[0].groups[0].slots >= chunks)
@@ -43,8 +45,7 @@ class ColdServer:
         """Stop in order, lose the memory, start again."""
         assert self.server.stop() == 0
         shutil.rmtree(self.server.folder)
-        self.server.start(**flags)
-        eventually(lambda: all(one.state == "up" for one in self.server.status().tiers))
+        self.start(**flags)
 
     def forget(self) -> None:
         """Lose the memory without a restart."""

@@ -15,7 +15,7 @@ from kvcellar.client import AdminClient
 from kvcellar.tiers.crate import Crate
 from tests.server.engine import eventually
 from tests.support import keys
-from tests.tiers.test_disk_engine import fill_up, small_tmpfs
+from tests.tiers.test_disk_engine import bytes_in_use, fill_up, small_tmpfs
 from tests.tiers.test_serving import check
 
 __all__ = ["small_tmpfs"]
@@ -43,18 +43,18 @@ def test_a_hanging_tier_delays_nobody_and_comes_back(gate, stopped_server, engin
     one.store(20, seed=1)
     eventually(lambda: not tier(server).queued)
     (gate / "hang").touch()
-    grant = one.scheduler.lookup(keys(20), 5.0, 0.3)
+    grant = one.scheduler.lookup(keys(20), 60.0, 0.3)
     assert grant.ticket
     assert one.hit(20, seed=1) == 20, "memory answers as if there were no tier"
     assert one.wait_for(grant).lease == 0, "answered at its deadline, with nothing"
     one.store(20, seed=2)
     assert one.hit(20, seed=2) == 20, "stores go on too"
-    eventually(lambda: tier(server).state in ("down", "no writes"), 30)
+    eventually(lambda: tier(server).state in ("down", "no writes"))
     assert "no answer within" in tier(server).reason
     assert tier(server).counts["stuck"] > 0
     (gate / "hang").unlink()
-    eventually(lambda: one.bring(20).chunks == 20, 60)
-    assert tier(server).state == "up"
+    eventually(lambda: one.bring(20).chunks == 20)
+    eventually(lambda: tier(server).state == "up")  # when the writes that hung have ended, too
     grant = one.bring(20)
     check(one, grant)
 
@@ -66,10 +66,10 @@ def test_a_tier_that_stalls_while_it_reads_holds_nobody_past_its_deadline(gate, 
     eventually(lambda: not tier(server).queued)
     forget(server)
     (gate / "stall").touch()
-    grants = [one.scheduler.lookup(keys(20), 5.0, 0.2) for _ in range(3)]
+    grants = [one.scheduler.lookup(keys(20), 60.0, 1.0) for _ in range(3)]
     assert [one.wait_for(grant).lease for grant in grants] == [0, 0, 0]
     (gate / "stall").unlink()
-    eventually(lambda: one.hit(1) == 1, 30)  # what was read after all is kept
+    eventually(lambda: one.hit(1) == 1)  # what was read after all is kept
     check(one, one.bring(20))
 
 
@@ -80,9 +80,9 @@ def test_a_server_with_a_hanging_tier_stops_in_time(gate, stopped_server, engine
     eventually(lambda: not tier(server).queued)
     forget(server)
     (gate / "hang").touch()
-    assert one.scheduler.lookup(keys(20), 5.0, 60.0).ticket
+    assert one.scheduler.lookup(keys(20), 60.0, 60.0).ticket
     one.store(20, seed=1)
-    assert server.stop() == 0  # within the 10 seconds that `wait` has
+    assert server.stop() == 0  # within the time that `wait` has
 
 
 def test_a_read_that_hangs_keeps_its_place_until_it_ends(gate, stopped_server, engine):
@@ -93,7 +93,7 @@ def test_a_read_that_hangs_keeps_its_place_until_it_ends(gate, stopped_server, e
     eventually(lambda: not tier(server).queued)
     forget(server)
     (gate / "slow").write_text("4000")  # each read of a page takes a second, and more to come
-    grant = one.scheduler.lookup(keys(4), 5.0, 0.1)
+    grant = one.scheduler.lookup(keys(4), 60.0, 0.8)
     assert one.wait_for(grant).lease == 0
     for seed in range(100, 108):  # everything that may be taken is taken
         one.store(100, seed)
@@ -118,7 +118,7 @@ def test_what_is_being_written_back_is_not_given_away(gate, stopped_server, engi
     for seed in range(100, 108):  # many times what memory holds, while the first are being written
         one.store(100, seed)
     (gate / "slow").unlink()
-    eventually(lambda: not tier(server).queued, 60)
+    eventually(lambda: not tier(server).queued)
     assert tier(server).written_bytes > 0
     for seed in (0, *range(100, 108)):
         grant = one.bring(100, seed)
@@ -145,10 +145,10 @@ def test_a_failing_tier_is_shown_with_its_reason_and_comes_back(gate, stopped_se
     forget(server)
     eventually(lambda: one.bring(10, wait=0.5).chunks == 0 and tier(server).state == "down")
     (gate / "fail").unlink()
-    eventually(lambda: one.bring(10).chunks == 10, 60)
+    eventually(lambda: one.bring(10).chunks == 10)
     check(one, one.bring(10))
     one.store(5, seed=50)
-    eventually(lambda: tier(server).state == "up", 60)
+    eventually(lambda: tier(server).state == "up")
 
 
 # -- a disk --------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_a_full_disk_is_shown_and_recovers(small_tmpfs, stopped_server, engine):
     assert one.hit(10) == 10
     filler.unlink()
     seeds = iter(range(1, 10_000))
-    eventually(lambda: one.store(1, next(seeds)) and tier(server).state == "up", 60)
+    eventually(lambda: one.store(1, next(seeds)) and tier(server).state == "up")
     eventually(lambda: tier(server).objects > 0)
 
 
@@ -269,12 +269,12 @@ def test_lost_permission_before_the_first_write_is_shown_and_recovers(unprivileg
     eventually(lambda: tier(server).state == "no writes")
     assert tier(server).reason == f"{disk}: Permission denied"
     assert one.hit(10) == 10, "memory answers as if there were no disk"
-    grant = one.scheduler.lookup(keys(10, seed=1), 5.0, 5.0)
+    grant = one.scheduler.lookup(keys(10, seed=1), 60.0, 5.0)
     if grant.ticket:
         assert one.wait_for(grant).lease == 0, "a miss, within its deadline"
     disk.chmod(0o700)
     seeds = iter(range(1, 10_000))
-    eventually(lambda: one.store(1, next(seeds)) and tier(server).state == "up", 60)
+    eventually(lambda: one.store(1, next(seeds)) and tier(server).state == "up")
     eventually(lambda: tier(server).objects > 0 and not tier(server).queued)
     assert tier(server).reason == ""
 
@@ -303,7 +303,7 @@ def test_lost_permission_costs_growth_and_never_wrong_bytes(unprivileged, engine
     assert tier(server).counts.get("corrupt", 0) == 0
     disk.chmod(0o700)
     seeds = iter(range(10, 10_000))
-    eventually(lambda: one.store(1, next(seeds)) and tier(server).reason == "", 60)
+    eventually(lambda: one.store(1, next(seeds)) and tier(server).reason == "")
     assert tier(server).used_bytes > files
     one.store(100, seed=9)
     eventually(lambda: not tier(server).queued)
@@ -321,7 +321,7 @@ def test_a_small_disk_is_never_over_its_size_under_load(stopped_server, engine, 
         one.store(100, seed)
         other.store(50, seed)
         eventually(lambda: tier(server).queued < 100)
-        assert sum(path.stat().st_size for path in folder.iterdir()) <= 2 << 20
+        assert bytes_in_use(folder) <= 2 << 20
     report = tier(server)
     assert report.used_bytes <= report.capacity_bytes == 2 << 20
 
@@ -330,7 +330,7 @@ def test_a_second_server_on_the_folder_is_refused_in_one_sentence(cold, tmp_path
     command = [sys.executable, "-m", "kvcellar", "serve", "--memory", "1MiB"]
     where = ["--socket", str(tmp_path / "t"), "--folder", f"/dev/shm/{tmp_path.name}-second"]
     disk = ["--disk", str(tmp_path / "disk"), "--disk-size", "8MiB"]
-    done = subprocess.run([*command, *where, *disk], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([*command, *where, *disk], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "another server is using" in done.stderr
     assert "Traceback" not in done.stderr
@@ -354,7 +354,7 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path, flags, says):
     given = [flag.replace("{tmp}", str(tmp_path)) for flag in flags]
     where = ["--socket", str(tmp_path / "t"), "--folder", f"/dev/shm/{tmp_path.name}-refused"]
     command = [sys.executable, "-m", "kvcellar", "serve", "--memory", "1MiB", *where, *given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
