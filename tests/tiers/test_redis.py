@@ -106,7 +106,7 @@ def test_a_connection_cut_in_mid_value_is_an_error_and_is_never_used_again(opene
 def test_a_reply_that_comes_too_late_is_not_taken_for_the_next_one(opened, valkey, monkeypatch):
     monkeypatch.setattr(redis_nodes, "_REST_S", 0.0)
     with Gate(valkey.port) as gate, ThreadPoolExecutor(1) as pool:
-        engine = opened(f"redis://127.0.0.1:{gate.port}", timeout="1")
+        engine = opened(f"redis://127.0.0.1:{gate.port}", timeout="2")
         for seed in range(2):
             engine.write(name_of(seed), buffer(3 * MIB, seed=seed))
         gate.hold()
@@ -182,7 +182,7 @@ def test_killed_is_an_error_and_restarted_empty_is_a_miss(opened, start_valkey):
 
 def test_paused_is_an_error_in_time_and_heals(opened, start_valkey):
     server = start_valkey()
-    engine = opened(server.url, timeout="0.3")
+    engine = opened(server.url, timeout="2")
     server.pause()
     for call in every_call(engine).values():
         with pytest.raises(EngineError, match="did not answer"):

@@ -137,7 +137,7 @@ def test_a_missing_slot_range_is_said_and_the_rest_stays_usable(cluster, engine,
 
 
 def test_a_paused_node_costs_its_own_keys_alone(cluster, opened):
-    engine = opened(cluster.url, timeout="0.4")
+    engine = opened(cluster.url, timeout="1")
     names = [name_in(cluster, number) for number in range(3)]
     for name in names:
         engine.write(name, buffer(1000, seed=1))
