@@ -37,7 +37,8 @@ EXTRA = ("cut rank", "cut scheduler", "restart server")
 _PAUSE_S, _NAP_S, _REPLACE_S = (0.05, 0.7), (0.05, 1.5), (0.0, 0.3)
 _SETTLE_S = 15.0
 _AUDIT_EVERY = 10  # faults: the server forgets shares with its own end, so leaks are looked for in between
-_SETTLED_S = 3.0  # by then a rank has attached
+_SETTLED_S = 3.0  # by then the server has heard that a rank's earlier process is gone
+_BACK_S = 30.0  # to get back to a restarted server on a busy machine
 
 
 class Director:
@@ -133,7 +134,7 @@ class Director:
             return True
         # A rank that is alive and silent keeps the next server in grace, where nothing is evicted: what
         # lookups miss then was lost in the restart.
-        guard = self._rank_known_to_server() if observer.wait_connected(2.0) and not server.asleep else None
+        guard = self._rank_known_to(observer) if observer.wait_connected(2.0) and not server.asleep else None
         before = set()
         if guard is not None:
             guard.stop()
@@ -147,7 +148,7 @@ class Director:
             if server.wait() != 0:
                 self.score.broken.append("the server did not stop in order")
         self._server.start()
-        if not observer.wait_connected(5.0):
+        if not observer.wait_connected(_BACK_S):
             self.score.broken.append("the observer did not get back to a restarted server")
         elif guard is not None:
             after = observer.pin()
@@ -161,8 +162,15 @@ class Director:
             guard.wake()
         return True
 
-    def _rank_known_to_server(self) -> Child | None:
-        ranks = [child for engine in self._engines for child in engine.ranks.values()]
+    def _rank_known_to(self, observer: Observer) -> Child | None:
+        """Which the server has in its books, that is."""
+        known = {(one.name, rank) for one in observer.status().sessions for rank in one.ranks}
+        ranks = [
+            child
+            for engine in self._engines
+            for rank, child in engine.ranks.items()
+            if (engine.session, rank) in known
+        ]
         settled = [child for child in ranks if child.alive and not child.asleep and child.age > _SETTLED_S]
         return self._random.choice(settled) if settled else None
 
@@ -230,7 +238,7 @@ class Director:
         score.broken += eventually(
             lambda: [c.name + " does not settle" for c in schedulers if c not in self._idle], _SETTLE_S
         )
-        score.leaks += eventually(lambda: held(observer.status()), 5.0)
+        score.leaks += eventually(lambda: held(observer.status()), _SETTLE_S)
         return schedulers
 
     def _end(self) -> None:
@@ -245,7 +253,7 @@ class Director:
             if (code := child.wait(_SETTLE_S)) != 0:
                 score.broken.append(f"{child.name} ended with {code}")
         observer.close()
-        score.leaks += eventually(lambda: leaks(observer.status()), 5.0)
+        score.leaks += eventually(lambda: leaks(observer.status()), _SETTLE_S)
         score.left.update(ways_out(observer.status()))
         score.slowest_start = self._server.slowest_start
         self._server.child.terminate()

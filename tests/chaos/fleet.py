@@ -23,7 +23,7 @@ from tests.chaos.report import News
 from tests.chaos.world import DISK, MEMORY, SPACES, Plan
 
 REPOSITORY = Path(__file__).parents[2]
-_READY_S, _EXIT_S = 10.0, 10.0
+_READY_S, _EXIT_S = 60.0, 30.0  # on a busy machine
 
 OnNews = Callable[["Child", News], None]
 
@@ -155,7 +155,7 @@ class Engine:
         self.ranks: dict[int, Child] = {}  # empty where the scheduler's process is the rank
         self._server, self._home, self._on_news = server, home, on_news
         self._lives = itertools.count(1)
-        self._session, self._door = "", Path()
+        self.session, self._door = "", Path()
 
     @property
     def world(self) -> range:
@@ -166,8 +166,8 @@ class Engine:
         return [*([self.scheduler] if self.scheduler else []), *self.ranks.values()]
 
     def start(self) -> None:
-        self._session = f"{self.plan.name}-{next(self._lives)}"
-        self._door = self._home / self._session
+        self.session = f"{self.plan.name}-{next(self._lives)}"
+        self._door = self._home / self.session
         self.scheduler = self._spawn("both" if self.plan.one_process else "scheduler", self.plan.one_process)
         if not self.plan.one_process:
             for rank in self.world:
@@ -181,10 +181,10 @@ class Engine:
             "tests.chaos.engine",
             role,
             str(self._server),
-            self._session,
+            self.session,
             self.plan.space,
             str(self._door),
         ]
         command += [str(rank)] if has_rank else []
-        name = f"{self._session} {role}" + (f" {rank}" if role == "rank" else "")
+        name = f"{self.session} {role}" + (f" {rank}" if role == "rank" else "")
         return Child(name, command, self._home / "engines.log", self._on_news)

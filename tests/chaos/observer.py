@@ -19,7 +19,7 @@ from kvcellar.transfer import Stamp, digest_maker
 from kvcellar.wire.report import StatusReport
 from tests.chaos.world import MEMORY, PROMPTS, SPACES, object_bytes, prompt, truth
 
-_LOOKUP_S = 2.0
+_LOOKUP_S = 10.0  # after one that is not answered in time, the others are misses too
 _SESSIONS = 3  # per namespace: what all prompts pin together is more than one engine may hold
 
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from tests.chaos.run import run
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_nothing_is_wrong_late_or_lost_under_faults():
     score = run(faults=15, seed=11, seconds=40, console=Console(quiet=True))
     assert not score.violations()

@@ -25,7 +25,7 @@ from tests.fuzz.score import Score
 REPOSITORY = Path(__file__).parents[2]
 _FUZZERS = 2  # at a time
 _FRAMES_EACH = 50_000  # then another takes its place: what a live process holds in silence is never freed
-_READY_S, _EXIT_S, _SETTLE_S = 10.0, 15.0, 10.0
+_READY_S, _EXIT_S, _SETTLE_S = 60.0, 30.0, 30.0  # on a busy machine
 _MEMORY = 64 << 20
 
 
