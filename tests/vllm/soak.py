@@ -99,7 +99,7 @@ def soak(server: ServerProcess, logs: Path, *, requests: int, kills: int, seed: 
                 _compare(engine.receive(), batch, right, counted)
             if number in kill_at:
                 server.start()
-        eventually(lambda: not server.leases(), timeout=20)
+        eventually(lambda: not server.leases())
         status = server.status()
     eventually(lambda: not server.status().sessions)
     return Outcome(

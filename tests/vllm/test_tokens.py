@@ -73,9 +73,10 @@ def hit_chunks(server: ServerProcess) -> int:
 
 
 def is_attached(server: ServerProcess, ranks: int) -> bool:
-    """Both engines have found the server again."""
-    connected = [session.connected for session in server.status().sessions]
-    return connected == [[-1, *range(ranks)]] * 2
+    """Both engines have found the server again, and said what they work with."""
+    sessions = server.status().sessions
+    connected = [session.connected for session in sessions]
+    return connected == [[-1, *range(ranks)]] * 2 and all(session.namespaces for session in sessions)
 
 
 def chunks_of(salt: str, prompt: list[int], tokens: tuple[int, ...]) -> set[tuple[str, tuple[int, ...]]]:
@@ -164,11 +165,9 @@ def test_tokens_from_the_cache_are_those_of_computing(
         assert again.tokens == [
             first.round([p + p[: CHUNK // 2]], salt=f"longer {n}").tokens[0] for n, p in enumerate(prompts)
         ]
-    status = serve.status()
-    assert status.counts.get("corrupt", 0) == 0
-    assert [(session.leases, session.held_bytes) for session in status.sessions] == [(0, 0)] * len(
-        status.sessions
-    )
+    assert serve.status().counts.get("corrupt", 0) == 0
+    # The server hears of the end of a process a little later.
+    eventually(lambda: not any(one.leases or one.held_bytes for one in serve.status().sessions))
 
 
 def flip_a_bit_in_every_slot(folder: Path) -> int:
