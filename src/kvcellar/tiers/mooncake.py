@@ -132,8 +132,8 @@ class MooncakeEngine:
         for start in range(0, len(keys), 1000):
             page = keys[start : start + 1000]
             for key, size in zip(page, map(self.store.get_size, page), strict=True):
-                if size >= 0:  # not gone meanwhile
-                    yield key[len(self._prefix) :], size
+                if size not in (_NOT_FOUND, _NOT_READY):  # not gone meanwhile
+                    yield key[len(self._prefix) :], self._take(size, "listing")
 
     def check(self) -> None:
         """Raises EngineError unless the master answers."""
