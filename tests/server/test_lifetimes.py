@@ -3,6 +3,8 @@
 import asyncio
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +19,7 @@ from kvcellar.wire import messages as m
 from kvcellar.wire import peer
 from tests.server.engine import NAMESPACES, eventually
 from tests.server.raw import hello
+from tests.support import keys
 from tests.vllm.tap import Tap
 
 ONE = NAMESPACES["one"]
@@ -83,6 +86,53 @@ def test_a_stalled_worker_keeps_what_it_has(server, engine, child):
     there.signal(signal.SIGCONT)
     there.call("release", hit)
     assert server.leases() == 0
+
+
+DIES_SPEAKING = """
+import sys, time
+from pathlib import Path
+from tests.server.raw import Raw, hello
+from tests.server.test_lifetimes import MANY_RESERVES, ONE
+
+raw = Raw(Path(sys.argv[1]), hello(session="ghost"))
+raw.register(ONE)
+print("registered", flush=True)
+sys.stdin.readline()
+raw.say(*MANY_RESERVES)
+print("said", flush=True)
+time.sleep(60)
+"""
+# Of different chunks, and far more messages than a connection may have answered in one turn.
+MANY_RESERVES = [m.Request(10 + n, 1000, (m.Reserve(ONE.id, keys(1, n)[0]),)) for n in range(1000)]
+
+
+def test_what_the_dead_have_said_is_not_done(server, raw):
+    raw(hello()).register(ONE)
+    eventually(lambda: books(server)[1] > 1000)
+    command = [sys.executable, "-c", DIES_SPEAKING, str(server.socket)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as ghost:
+        assert ghost.stdout.readline() == b"registered\n"
+        server.signal(signal.SIGSTOP)
+        ghost.stdin.write(b"\n")
+        ghost.stdin.flush()
+        assert ghost.stdout.readline() == b"said\n"
+        ghost.kill()
+        ghost.wait()
+        server.signal(signal.SIGCONT)
+    eventually(lambda: server.session("ghost") is None)
+    assert all_is_free(server)
+
+
+def test_what_was_said_on_a_connection_that_was_replaced_is_not_done(server, raw):
+    first, second = raw(hello()), raw()
+    first.register(ONE)
+    eventually(lambda: books(server)[1] > 1000)
+    server.signal(signal.SIGSTOP)
+    first.say(*MANY_RESERVES)
+    second.say(hello())
+    server.signal(signal.SIGCONT)
+    assert isinstance(second.hear(), m.Welcome)
+    assert all_is_free(server)
 
 
 def test_a_lost_connection_frees_nothing_until_the_rank_attaches_again(server, raw):

@@ -69,6 +69,8 @@ class Connection(asyncio.Protocol):
 
     def _drain_reader(self) -> None:
         """Answer what has arrived; after a while let the others have their turn first."""
+        if self._is_over:
+            return  # whoever said it is gone or was replaced: what it is granted nobody would give back
         if self._paused:
             return  # resume_writing goes on
         try:
@@ -108,6 +110,10 @@ class Connection(asyncio.Protocol):
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
+
+    @property
+    def _is_over(self) -> bool:
+        return self._transport is None
 
     def send(self, message: m.Message) -> None:
         if self._transport is None:
