@@ -191,6 +191,23 @@ def test_a_worker_stays_until_its_leaving_was_heard(server):
 # -- strangers
 
 
+def test_a_worker_that_no_successor_would_know_of_is_not_let_in(server, raw):
+    known = raw(hello("worker", session="known"))
+    obstacle = server.folder / "roster.draft"
+    obstacle.mkdir()  # as on a full file system: it cannot be written
+    newcomer = raw()
+    newcomer.say(hello("worker", session="newcomer"))
+    assert newcomer.refusal() == "unavailable"
+    known.close()
+    again = raw(hello("worker", session="known"))
+    assert [session.name for session in server.status().sessions] == ["known"]
+    assert again.ask(m.Leave()) == (m.Settled(0),)
+    assert server.status().sessions == []
+    obstacle.rmdir()
+    raw(hello("worker", session="newcomer"))
+    assert [session.name for session in server.status().sessions] == ["newcomer"]
+
+
 def test_a_rank_of_a_live_process_is_taken(server, raw, child):
     there = child(session="raw")
     client = raw()

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from kvcellar.arena import RackKey
-from kvcellar.errors import RankTaken, WrongOwner
+from kvcellar.errors import RankTaken, Unavailable, WrongOwner
 from kvcellar.ledger import SCHEDULER, LeaseId, Ledger, Session
 from kvcellar.wire.messages import Hello, Message
 from kvcellar.wire.peer import Peer, Process, open_process
@@ -66,6 +66,7 @@ class Members:
         self._roster = roster
         self._changed = changed  # somebody left or gave up a mapping
         self._awaited: dict[Entry, int | None] = {}  # workers of an earlier server, with their pidfd
+        self._listed: set[Entry] | None = None  # what the roster says
         self._loop = asyncio.get_running_loop()
         self._grace_timer: asyncio.TimerHandle | None = None
 
@@ -74,6 +75,8 @@ class Members:
     def attach(self, hello: Hello, peer: Peer, link: Link) -> Member:
         rank = SCHEDULER if hello.role == "scheduler" else hello.rank
         self._admit(hello.session, rank, peer)
+        if rank != SCHEDULER:
+            self._enlist(Entry(hello.session, rank, peer.process))
         session = self._ledger.join(hello.session, rank)
         if rank == SCHEDULER:
             self._ledger.keep_leases(session, map(LeaseId, hello.leases))
@@ -81,7 +84,6 @@ class Members:
         self.all[hello.session, rank] = member
         if peer.pidfd is not None:
             self._loop.add_reader(peer.pidfd, self._on_death, member)
-        self._write_roster()
         if rank != SCHEDULER:  # the scheduler side of the same process says nothing of copies under way
             self._settle_awaited(lambda entry: entry.is_of(hello.session, rank, peer.process))
         self._changed()
@@ -129,7 +131,7 @@ class Members:
         del self.all[key]
         self._unwatch(member)
         self._ledger.part(member.session, member.rank)
-        self._write_roster()
+        self._shorten_roster()
         self._changed()
 
     def _on_death(self, member: Member) -> None:
@@ -205,17 +207,36 @@ class Members:
         self._grace_timer = None
         self._settle_awaited(lambda _: True)
         self._ledger.set_grace(False)
-        self._write_roster()
+        self._shorten_roster()
 
-    def _write_roster(self) -> None:
+    def _enlist(self, newcomer: Entry) -> None:
+        """Before it may copy on our word. It is not let in otherwise: a successor would not wait for it."""
+        try:
+            self._write_roster(newcomer)
+        except OSError as error:
+            raise Unavailable(f"the server cannot write its roster: {error.strerror}") from None
+
+    def _shorten_roster(self) -> None:
+        """Whoever is listed in vain costs a successor a look."""
+        try:
+            self._write_roster()
+        except OSError as error:
+            log.warning("cannot write the roster: %s", error.strerror)
+
+    def _write_roster(self, *newcomers: Entry) -> None:
+        """It lies on a file system that may be full; who is listed already can come back all the same."""
         workers = {
             Entry(name, rank, member.peer.process)
             for (name, rank), member in self.all.items()
             if rank != SCHEDULER
         }
+        workers |= {*self._awaited, *newcomers}
+        if workers == self._listed:
+            return
         draft = self._roster.with_suffix(".draft")
-        draft.write_bytes(msgspec.json.encode(workers | set(self._awaited)))
+        draft.write_bytes(msgspec.json.encode(workers))
         draft.replace(self._roster)
+        self._listed = workers
 
     def _read_roster(self) -> list[Entry]:
         try:
