@@ -133,6 +133,22 @@ def test_reserve_never_evicts_a_chunk_before_it_that_was_stored_after_it(small):
     assert there(small, A, B) == [True, True]
 
 
+def test_chunks_that_are_said_to_follow_each_other_in_a_circle_can_still_be_evicted(small):
+    for first, second in ((A, B), (C, D)):
+        small.store([first, second], parent=second)
+    more = keys(4, "more")
+    assert small.store(more).chunks == 4
+    assert small.hit(more) == 4
+
+
+def test_a_circle_closed_by_what_was_missing_from_it_can_still_be_evicted(small):
+    small.store([A], parent=D)
+    small.store([B, C], parent=A)
+    small.store([D], parent=C)
+    more = keys(4, "more")
+    assert small.store(more).chunks == 4
+
+
 def test_parent_that_got_no_child_after_all_can_still_be_evicted(small):
     small.store([A])
     small.store([B, C, D])

@@ -19,6 +19,9 @@ from kvcellar.ledger.policy import DefaultPolicy, EvictionPolicy
 from kvcellar.ledger.stripe import Stripe
 from kvcellar.slab import Place, place_of, rack_of, slot_of
 
+# How many ancestors are looked at; who has more is not tied to its parent where there is a doubt.
+_NEAR = 512
+
 
 class Table(Protocol):
     """The durable record of one rack, one entry per slot. Each call is complete when it returns."""
@@ -109,8 +112,8 @@ class Shelf:
     def take(self, key: ChunkKey, parent: ChunkKey | None, *, temporary: bool = False) -> Stripe | None:
         """A place to write `key` in, by eviction if need be; None without room. The key must not be here."""
         assert key not in self._index
-        if parent == key:
-            parent = None  # its own parent would never be evicted
+        if parent is not None and not self._may_follow(parent, key):
+            parent = None
         self._add_child(parent)  # before making room, or the parent itself could be the one to go
         if not self._free and not self._evict_one():
             self._drop_child(parent)
@@ -262,6 +265,19 @@ class Shelf:
     def _add_child(self, parent: ChunkKey | None) -> None:
         if parent is not None:
             self._children[parent] = self._children.get(parent, 0) + 1
+
+    def _may_follow(self, parent: ChunkKey, key: ChunkKey) -> bool:
+        """Not if it is among its own ancestors, whatever an engine says: none of them would ever go."""
+        if parent == key or key not in self._children:
+            return parent != key
+        for _ in range(_NEAR):
+            stripe = self._index.get(parent)
+            if stripe is None or stripe.parent is None:
+                return True
+            parent = stripe.parent
+            if parent == key:
+                return False
+        return False
 
     def _drop_child(self, parent: ChunkKey | None) -> None:
         if parent is not None:
