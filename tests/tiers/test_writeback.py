@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import shutil
 import tempfile
 import threading
@@ -167,6 +168,21 @@ def test_what_an_engine_committed_without_writing_it_is_not_believed(run):
         await rig.drained()
         assert rig.box.dropped == {"unlabelled": 4}
         assert rig.store.order == []
+
+    run(test)
+
+
+def test_a_slab_that_was_cut_short_costs_no_more_than_what_would_be_written(run):
+    """An engine has its descriptor, and may do that."""
+
+    async def test(rig):
+        granted = rig.engine.reserve(keys(4))
+        for path in rig.arena.folder.rglob("*.slab"):
+            os.truncate(path, 0)
+        assert rig.engine.commit(granted) == 4
+        assert not rig.engine.session.leases
+        await rig.drained()
+        assert rig.box.dropped == {"failed": 4}
 
     run(test)
 

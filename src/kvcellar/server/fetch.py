@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 
+from kvcellar.errors import Corrupt
 from kvcellar.identity import ChunkKey
 from kvcellar.ledger import Ledger, Shelf, Stripe
 from kvcellar.server.objects import Goods, Objects
@@ -107,7 +108,7 @@ class Fetches:
             stripe = await self._take(fetch, give_up)
             if stripe is not None:
                 source = await self._read(fetch, stripe, sources, give_up)
-        except OSError as error:  # a slab that cannot be mapped: nobody has begun to write to it
+        except (OSError, Corrupt) as error:  # a slab that cannot be mapped: nobody has begun to write to it
             log.warning("cannot bring up an object: %s", error)
         # Not in a `finally`: when the server ends, a thread may still be writing to the place.
         del self._running[at]

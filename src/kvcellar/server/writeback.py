@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from kvcellar.errors import Corrupt
 from kvcellar.ledger import Ledger, Room, Stripe
 from kvcellar.server.objects import Goods, Objects
 from kvcellar.tiers.admission import Event, WriteFilter
@@ -113,7 +114,7 @@ class WriteBack:
             return
         try:
             objects = self._objects.of_stripe(goods, group, stripe.key, stripe.place)
-        except OSError:  # the slab cannot be mapped
+        except (OSError, Corrupt):  # the slab cannot be mapped, or is not what it was
             outbox.dropped["failed"] += 1
             return
         if not all(one.seal.is_labelled(one.buffer, stripe.key) for one in objects):
