@@ -237,6 +237,23 @@ def test_bytes_are_checked_where_they_have_arrived(size: int, blocks: list[int])
     assert reader.load(plan(blocks), KEYS[:1], world.slot) == [0]
 
 
+@pytest.mark.parametrize("size", [100, 5000, 600_000])
+def test_bytes_are_hashed_where_they_come_from(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Somebody else who writes to the slot while it is stored does not get a checksum for that."""
+    world = World([size])
+
+    class Intruder(Meddler):
+        def update(self, data: Any) -> None:
+            self._slot[self._change] = 0
+            super().update(data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.transfer, "_new_digest", lambda: Intruder(world.slab.slot(0), slice(0, 50)))
+        world.transfer.store(plan([3, 1, 2]), KEYS[:1], world.slot)
+    failed = load(world, [7, 8, 9])
+    assert failed == [0] or (world.layers[0][[7, 8, 9]] == world.layers[0][[3, 1, 2]]).all()
+
+
 class Meddler:
     """A digest that changes a slot as soon as it has seen the first bytes of it."""
 

@@ -91,9 +91,7 @@ class HostTransfer:
     def _store_row(self, blocks: BlockIds, key: ChunkKey, slot: Slot) -> None:
         digest = self._new_digest()
         for step in self._steps:
-            targets = step.within(slot.payload)
-            step.gather(blocks[step.positions], targets)
-            digest.update(targets)
+            step.store(blocks[step.positions], step.within(slot.payload), digest)
         self._stamp.write(writable(slot.header), key, digest.intdigest())
 
     def _load_row(self, blocks: BlockIds, key: ChunkKey, slot: Slot) -> bool:

@@ -52,15 +52,34 @@ class Step(NamedTuple):
             else:
                 target[...] = rows[blocks]  # take() would first copy the whole layer
 
+    def store(self, blocks: BlockIds, targets: npt.NDArray[Any], digest: Digest) -> None:
+        """Engine to slot, hashing the bytes where they come from: others may write to a slot."""
+        if self._has_small_fragments:
+            targets[...] = self._hash_copy(blocks, digest)
+        else:
+            self.gather(blocks, targets)
+            self._hash_blocks(blocks, digest)
+
     def scatter(self, sources: npt.NDArray[Any], blocks: BlockIds, digest: Digest) -> None:
         """Slot to engine, hashing the bytes where they have arrived."""
         for rows, source in zip(self.rows, sources, strict=True):
             rows[blocks] = source
-        if self.layers[0].shape[1] < SMALL_FRAGMENT:
-            arrived = np.empty_like(sources)
-            self.gather(blocks, arrived)
-            digest.update(arrived)
-            return
+        if self._has_small_fragments:
+            self._hash_copy(blocks, digest)
+        else:
+            self._hash_blocks(blocks, digest)
+
+    @property
+    def _has_small_fragments(self) -> bool:
+        return bool(self.layers[0].shape[1] < SMALL_FRAGMENT)
+
+    def _hash_copy(self, blocks: BlockIds, digest: Digest) -> npt.NDArray[Any]:
+        copy = np.empty(self.shape, self.rows[0].dtype)
+        self.gather(blocks, copy)
+        digest.update(copy)
+        return copy
+
+    def _hash_blocks(self, blocks: BlockIds, digest: Digest) -> None:
         ids = blocks.tolist()
         for layer in self.layers:
             for block in ids:
