@@ -360,6 +360,27 @@ def busy_share(pid, seconds=0.3):
     return (ticks() - before) / 100 / seconds
 
 
+# -- where pids say nothing
+
+
+def test_a_server_that_is_the_first_of_its_pid_namespace_knows_engines_of_another(stopped_server, engine):
+    """As in a container: the pids of all engines read 0 there."""
+    wrapper = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if subprocess.run([*wrapper, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("cannot make a pid namespace")
+    if not peer._inodes_are_unique():
+        pytest.skip("this kernel has no pidfs")
+    stopped_server.wrapper = wrapper
+    stopped_server.start()
+    try:
+        one = engine()
+        one.store(4)
+        assert one.lookup(4).chunks == 4
+        one.close()
+    finally:
+        stopped_server.kill()  # unshare passes no other signal on
+
+
 # -- where the kernel cannot tell who lives
 
 

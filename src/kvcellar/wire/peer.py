@@ -92,16 +92,19 @@ def _peer_pidfd(sock: socket.socket, pid: int) -> int | None:
 
 
 def _inodes_are_unique() -> bool:
-    """Before pidfs (Linux 6.9) every pidfd had the same inode."""
-    inodes = set()
-    for pid in (os.getpid(), os.getppid() or 1):
-        try:
-            pidfd = os.pidfd_open(pid)
-        except OSError:
-            return False
-        inodes.add(os.fstat(pidfd).st_ino)
-        os.close(pidfd)
-    return len(inodes) == 2
+    """Before pidfs (Linux 6.9) a pidfd had the inode that all files without a file system share. Not asked of
+    another process: where the server is the first of its pid namespace there is none.
+    """
+    opened: list[int] = []
+    try:
+        opened.append(os.pidfd_open(os.getpid()))
+        opened.append(os.eventfd(0))
+        return os.fstat(opened[0]).st_dev != os.fstat(opened[1]).st_dev
+    except OSError:
+        return False
+    finally:
+        for fd in opened:
+            os.close(fd)
 
 
 def receive_with_fd(sock: socket.socket, limit: int) -> tuple[bytes, int | None]:
