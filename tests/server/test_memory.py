@@ -12,6 +12,7 @@ import pytest
 
 from kvcellar.client.slabs import fetch_slab
 from kvcellar.errors import UnknownNamespace, WrongOwner
+from kvcellar.identity import ParallelStrategy
 from kvcellar.wire import DESCRIPTOR, PREFIX, encode, receive_with_fd
 from kvcellar.wire import messages as m
 from tests.server.engine import NAMESPACES, eventually
@@ -136,6 +137,19 @@ def test_a_reserve_that_waits_for_memory_is_answered_within_its_deadline(small, 
 
 
 # -- who may map a slab
+
+
+def test_memory_leaves_descriptors_for_connections(stopped_server, raw):
+    """Of a namespace with many shards, each rack of which is as many files."""
+    stopped_server.wrapper = ["prlimit", "--nofile=256:512"]
+    server = stopped_server.start()
+    wide = namespace(parallel=ParallelStrategy(tp=32))
+    raw(hello()).register(wide)
+    eventually(lambda: server.status().counts.get("growth_refused"))
+    assert memory_of(server, wide) > MIB
+    for number in range(40):  # each is a socket and the pidfd of its process
+        raw(hello(session=f"engine {number}"))
+    assert len(os.listdir(f"/proc/{server.pid}/fd")) > 256
 
 
 def test_a_slab_is_given_to_the_process_of_a_rank_that_registered_its_namespace(server, engine, raw):

@@ -8,13 +8,18 @@ Making and removing racks is file work and runs outside the event loop. Knows no
 """
 
 import contextlib
+import errno
 import os
+import resource
 from pathlib import Path
 from typing import NamedTuple
 
 from kvcellar.arena.table import StripeTable, TableId, table_bytes
 from kvcellar.errors import Corrupt
 from kvcellar.slab import SlabShape
+
+# Descriptors that are left for connections and tiers, however much memory there is to be had.
+_SPARE = 128
 
 
 class RackSpec(NamedTuple):
@@ -52,6 +57,7 @@ class Rack:
         """Make the files and all their pages. On any error nothing is left behind."""
         descriptors: list[int] = []
         try:
+            _check_descriptors(len(spec.slot_bytes))
             for shard, shape in enumerate(spec.shapes):
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
                 descriptors.append(os.open(spec.slab_path(shard), flags, 0o600))
@@ -92,6 +98,13 @@ class Rack:
     def close(self) -> None:
         _close(self.descriptors)
         self.descriptors = []
+
+
+def _check_descriptors(wanted: int) -> None:
+    """A server that has none left for a connection is lost to everybody."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if len(os.listdir("/proc/self/fd")) + wanted + _SPARE > most:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def _unlink(spec: RackSpec) -> None:

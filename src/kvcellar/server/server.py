@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -61,6 +62,7 @@ class Server:
 
     async def serve(self) -> None:
         """Run until told to stop. On return nothing is left running; the memory stays for the next server."""
+        _raise_limit()
         try:
             await self._open_tiers()
             found = self._steward.adopt()
@@ -211,6 +213,12 @@ class Server:
             connection.peer.close()
         else:
             self._members.lost(connection.member, connection)
+
+
+def _raise_limit() -> None:
+    """Each slab is a descriptor, and the usual limit is that of a shell."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _listen(path: Path) -> socket.socket:
