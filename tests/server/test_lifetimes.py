@@ -163,6 +163,32 @@ def test_a_scheduler_that_comes_back_keeps_the_leases_it_knows(server, raw):
     assert server.leases() == 0
 
 
+RESERVES = """
+import sys, time
+from pathlib import Path
+from tests.server.raw import Raw, hello
+from tests.server.test_lifetimes import ONE
+
+raw = Raw(Path(sys.argv[1]), hello())
+raw.register(ONE)
+print(raw.reserve(ONE, 4).lease, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_scheduler_of_another_process_takes_nothing_from_ranks_that_live(server, raw):
+    """It is a new one under an old name, and knows nothing of what ranks were told before."""
+    worker = raw(hello("worker"))
+    command = [sys.executable, "-c", RESERVES, str(server.socket)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as first:
+        lease = int(first.stdout.readline())
+        first.kill()
+    raw(hello())
+    assert server.leases() == 1
+    assert worker.ask(m.Commit(lease, 0, 4)) == (m.Settled(4),)
+    assert server.leases() == 0
+
+
 def test_a_client_that_leaves_gives_everything_back_at_once(server, engine):
     one = engine()
     one.store(4)

@@ -74,11 +74,11 @@ class Members:
 
     def attach(self, hello: Hello, peer: Peer, link: Link) -> Member:
         rank = SCHEDULER if hello.role == "scheduler" else hello.rank
-        self._admit(hello.session, rank, peer)
+        is_back = self._admit(hello.session, rank, peer)
         if rank != SCHEDULER:
             self._enlist(Entry(hello.session, rank, peer.process))
         session = self._ledger.join(hello.session, rank)
-        if rank == SCHEDULER:
+        if rank == SCHEDULER and is_back:  # another process does not know what ranks were told
             self._ledger.keep_leases(session, map(LeaseId, hello.leases))
         member = Member(session, rank, peer, hello.label, link)
         self.all[hello.session, rank] = member
@@ -89,21 +89,24 @@ class Members:
         self._changed()
         return member
 
-    def _admit(self, name: str, rank: int, peer: Peer) -> None:
-        """Refuse an intruder; make room if the rank's earlier process, or connection, is superseded."""
+    def _admit(self, name: str, rank: int, peer: Peer) -> bool:
+        """Refuse an intruder; make room if the rank's earlier process, or connection, is superseded. Returns
+        whether it is the same process that comes back.
+        """
         if any(member.peer.uid != peer.uid for (other, _), member in self.all.items() if other == name):
             raise WrongOwner(f"session {name} belongs to another user")
         known = self.all.get((name, rank))
         if known is None:
-            return
+            return False
         if known.peer.is_gone():
             self.end(known)
-        elif known.peer.process.same_as(peer.process):
-            if known.link is not None:
-                known.link.close()
-            self._unwatch(known)
-        else:
+            return False
+        if not known.peer.process.same_as(peer.process):
             raise RankTaken(f"rank {rank} of session {name} is a live process, pid {known.peer.process.pid}")
+        if known.link is not None:
+            known.link.close()
+        self._unwatch(known)
+        return True
 
     def lost(self, member: Member, link: Link) -> None:
         """A connection is gone. That says nothing about the process, but one that holds nothing need not
