@@ -1,10 +1,12 @@
 """What an engine holds ends with its process, and not before; a server may come and go meanwhile."""
 
 import asyncio
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -12,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from kvcellar.client import WorkerClient
+from kvcellar.config import Settings
 from kvcellar.errors import Unavailable
 from kvcellar.ledger import Ledger
-from kvcellar.server import members
+from kvcellar.server import Server, members
 from kvcellar.wire import messages as m
 from kvcellar.wire import peer
 from tests.server.engine import NAMESPACES, eventually
-from tests.server.raw import hello
+from tests.server.raw import Raw, hello
 from tests.support import keys
 from tests.vllm.tap import Tap
 
@@ -384,6 +387,39 @@ def busy_share(pid, seconds=0.3):
     before = ticks()
     time.sleep(seconds)  # measures; waits for nothing
     return (ticks() - before) / 100 / seconds
+
+
+def test_a_connection_that_attaches_as_its_time_runs_out_is_not_torn_from_its_member(tmp_path, monkeypatch):
+    folder = Path(tempfile.mkdtemp(prefix="kvcellar-late-", dir="/dev/shm"))
+    settings = Settings(memory=1 << 20, folder=folder, socket=tmp_path / "s")
+
+    async def live():
+        loop, server = asyncio.get_running_loop(), Server(settings)
+        serving = asyncio.create_task(server.serve())
+        accept = loop.connect_accepted_socket
+
+        async def slowly(make, sock):
+            await accept(make, sock)
+            await asyncio.sleep(0.4)  # the time is over in the moment in which it is handed over
+
+        monkeypatch.setattr(loop, "connect_accepted_socket", slowly)
+        monkeypatch.setattr("kvcellar.server.server._OPENING_S", 0.2)
+        while not settings.socket_path.exists():
+            await asyncio.sleep(0.01)
+        client = await asyncio.to_thread(Raw, settings.socket_path, hello("worker"))
+        while server._opening:
+            await asyncio.sleep(0.01)
+        [member] = server._members.all.values()
+        assert member.link is not None
+        assert member.peer.pidfd is not None
+        await asyncio.to_thread(client.close)
+        server.stop()
+        await serving
+
+    try:
+        asyncio.run(live())
+    finally:
+        shutil.rmtree(folder)
 
 
 # -- where pids say nothing

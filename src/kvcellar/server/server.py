@@ -174,13 +174,15 @@ class Server:
                 loop = asyncio.get_running_loop()
                 kind = await loop.sock_recv(sock, 1)
                 self._check_uid(peer)
-                if kind == CONTROL:
-                    connection = Connection(peer, self._operations, self._attach, self._on_lost)
-                    self._connections.add(connection)
-                    await loop.connect_accepted_socket(lambda: connection, sock)
-                    handed_over = True
-                elif kind == DESCRIPTOR:
+                if kind == DESCRIPTOR:
                     await serve_descriptor(sock, peer, self._arena, self._members, self._steward)
+            # Not on the clock, and its own from now on: it may attach, and its pidfd be watched, before this
+            # task hears that it was handed over.
+            if kind == CONTROL:
+                handed_over = True
+                connection = Connection(peer, self._operations, self._attach, self._on_lost)
+                self._connections.add(connection)
+                await loop.connect_accepted_socket(lambda: connection, sock)
         except CellarError as error:
             with contextlib.suppress(OSError):
                 sock.send(encode(m.Refused(error.code, str(error))))
