@@ -1,18 +1,25 @@
 """Shared memory grows on demand up to the limit, moves to who needs it, and is mapped by its owners only."""
 
+import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from kvcellar.arena import Arena
 from kvcellar.client.slabs import fetch_slab
 from kvcellar.errors import UnknownNamespace, WrongOwner
 from kvcellar.identity import ParallelStrategy
+from kvcellar.ledger import Ledger
+from kvcellar.server.members import Members
+from kvcellar.server.steward import Steward
 from kvcellar.wire import DESCRIPTOR, PREFIX, encode, receive_with_fd
 from kvcellar.wire import messages as m
 from tests.server.engine import NAMESPACES, eventually
@@ -137,6 +144,29 @@ def test_a_reserve_that_waits_for_memory_is_answered_within_its_deadline(small, 
 
 
 # -- who may map a slab
+
+
+def test_no_memory_is_made_for_a_namespace_that_was_forgotten(tmp_path):
+    """Its engine left, and another came, just after a tier was asked for more of it."""
+
+    async def live():
+        ledger, arena = Ledger(epoch=1, hold_limit=MIB), Arena(folder, MIB)
+        steward = Steward(ledger, arena, time.monotonic)
+        steward.members = Members(ledger, tmp_path / "roster", steward.released)
+        room = ledger.open_room(ONE)
+        steward.close_rooms()
+        assert steward.grow(room, 0, 1) is None
+        growth = steward.grow(ledger.open_room(ONE), 0, 1)
+        assert growth is not None
+        await growth
+        await steward.close()
+        arena.close()
+
+    folder = Path(tempfile.mkdtemp(prefix="kvcellar-forgotten-", dir="/dev/shm"))
+    try:
+        asyncio.run(live())
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_memory_leaves_descriptors_for_connections(stopped_server, raw):

@@ -77,6 +77,8 @@ class Steward:
 
         None means: as good as it gets, now or ever; evict for the rest.
         """
+        if self._ledger.rooms.get(room.namespace.id) is not room:
+            return None  # forgotten meanwhile: nobody would know of its memory, or take it back
         shelf = room.shelves[group]
         enough = shelf.free_slots >= max(stripes, shelf.slots // 4)
         if self.draining or (enough and shelf.slots >= self._headroom(room.namespace)):
