@@ -114,6 +114,8 @@ def test_what_the_dead_have_said_is_not_done(server, raw):
     eventually(lambda: books(server)[1] > 1000)
     command = [sys.executable, "-c", DIES_SPEAKING, str(server.socket)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as ghost:
+        assert ghost.stdin is not None
+        assert ghost.stdout is not None
         assert ghost.stdout.readline() == b"registered\n"
         server.signal(signal.SIGSTOP)
         ghost.stdin.write(b"\n")
@@ -184,6 +186,7 @@ def test_a_scheduler_of_another_process_takes_nothing_from_ranks_that_live(serve
     worker = raw(hello("worker"))
     command = [sys.executable, "-c", RESERVES, str(server.socket)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
         lease = int(first.stdout.readline())
         first.kill()
     raw(hello())
@@ -400,10 +403,10 @@ def test_a_connection_that_attaches_as_its_time_runs_out_is_not_torn_from_its_me
 
         async def slowly(make, sock):
             await accept(make, sock)
-            await asyncio.sleep(0.4)  # the time is over in the moment in which it is handed over
+            await asyncio.sleep(1.5)  # the time is over in the moment in which it is handed over
 
         monkeypatch.setattr(loop, "connect_accepted_socket", slowly)
-        monkeypatch.setattr("kvcellar.server.server._OPENING_S", 0.2)
+        monkeypatch.setattr("kvcellar.server.server._OPENING_S", 1.0)
         while not settings.socket_path.exists():
             await asyncio.sleep(0.01)
         client = await asyncio.to_thread(Raw, settings.socket_path, hello("worker"))
