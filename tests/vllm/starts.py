@@ -1,14 +1,17 @@
 """Starts engines one after the other, each in a child of a process that has vLLM imported already: three
 seconds each instead of ten. A program for vLLM's own interpreter; `harness.start_engines` runs it.
 
-Reads one JSON line on stdin, a list of jobs as in engine.py with three words more: "log", a file for all that
-the engine prints; "prompt", token ids; "unprivileged", whether root shall be nobody special. Answers each
-with a line: {"tokens": [...]} after a request, or {"refused": the error}.
+Reads one JSON line on stdin, a list of jobs as in engine.py with four words more: "log", a file for all that
+the engine prints; "prompt", token ids; "unprivileged", whether root shall be nobody special; "old", whether
+the connector shall take vLLM for one that cannot say which requests' loads failed. Answers each with a line:
+{"tokens": [...], "namespace": the id of the one that its KV is in, or ""} after a request, or {"refused": the
+error}.
 """
 
 # mypy: disable-error-code="import-not-found"
 
 import ctypes
+import importlib
 import json
 import os
 import sys
@@ -36,6 +39,8 @@ def main() -> None:
                 os.dup2(log.fileno(), 2)
             if job.get("unprivileged"):
                 drop_privileges()
+            if job.get("old"):
+                make_old()
             answers.write(json.dumps(_start(job)) + "\n")
             answers.flush()
             os._exit(0)
@@ -48,7 +53,9 @@ def _start(job: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - the test says what it expects
         return {"refused": f"{type(error).__name__}: {error}"}
     [output] = engine.play({"prompts": [job["prompt"]], "max_tokens": 4})["outputs"]
-    return {"tokens": output["tokens"]}
+    connector = getattr(engine.scheduler, "connector", None)
+    client = connector._scheduler._client if connector is not None else None
+    return {"tokens": output["tokens"], "namespace": client.namespace.id.hex() if client else ""}
 
 
 def drop_privileges() -> None:
@@ -62,6 +69,17 @@ def drop_privileges() -> None:
         data[at] &= ~(1 << _DAC_OVERRIDE | 1 << _DAC_READ_SEARCH)
     if libc.capset(header, data) != 0:
         raise OSError(ctypes.get_errno(), "capset")
+
+
+def make_old() -> None:
+    """The connector finds no TransferResults, and vLLM no method of it that has them."""
+    import kvcellar.vllm  # noqa: PLC0415
+    from kvcellar.vllm import compat, connector  # noqa: PLC0415
+
+    compat.TransferResults = None
+    importlib.reload(connector)
+    del connector._Facade.get_transfer_results
+    importlib.reload(kvcellar.vllm)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ else.
 A connector that supports vLLM's hybrid memory allocator (HMA) sees models with several KV cache groups as
 they are; any other makes vLLM keep all layers in one group, at the price of memory. Where vLLM cannot
 recompute a failed load of several groups, the default is one group, so that a failed load is never worse than
-a miss. Who prefers several groups there, and an engine that stops when a load fails, says so by the
-connector's name.
+a miss; and no cache, if all layers have a window. Who prefers the cache there, and an engine that stops when
+a load fails, says so by the connector's name.
 """
 
 import logging
@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvcellar.errors import CellarError
 from kvcellar.vllm.compat import TransferResults
+from kvcellar.vllm.identity import has_window
 from kvcellar.vllm.metrics import CellarMetrics, CellarStats
 from kvcellar.vllm.options import read_options
 from kvcellar.vllm.scheduler import SchedulerSide
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 logging.getLogger("kvcellar").parent = logging.getLogger("vllm")
 
 
+_WINDOW = "this vLLM cannot compute a failed load of layers with a window instead"
+
+
 class CannotRecompute(CellarError):
     """Nothing is left but to stop: going on would use KV that is not there."""
 
@@ -54,9 +58,15 @@ class _Facade(KVConnectorBase_V1):
         options = read_options(vllm_config)
         self._scheduler: Any = None
         self._worker: Any = None
-        self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
+        # Without TransferResults, vLLM computes a failed load from its first bad block on: of several groups
+        # it cannot find that, and with a window the blocks before it were never loaded.
+        self._cannot_recompute = TransferResults is None and (
+            len(kv_cache_config.kv_cache_groups) > 1 or has_window(kv_cache_config)
+        )
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, options)
+            stops = isinstance(self, SupportsHMA)  # which is asked for by name
+            problem = _WINDOW if self._cannot_recompute and not stops else ""
+            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, options, problem)
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, options)
 
@@ -95,7 +105,7 @@ class _Facade(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
         """Of vLLM that has no get_transfer_results."""
         finished, failed = self._worker.finished_loads()
-        if failed and self._several_groups:
+        if failed and self._cannot_recompute:
             raise CannotRecompute(
                 f"the load of {len(failed)} requests failed, and this vLLM cannot compute them instead"
             )
@@ -160,16 +170,14 @@ class _Facade(KVConnectorBase_V1):
         request: "Request",
         block_ids: list[int],  # noqa: ARG002 - held blocks have references of their own
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler.finished(request)
-        return False, None
+        return self._scheduler.finished(request), None
 
     def request_finished_all_groups(
         self,
         request: "Request",
         block_ids: tuple[list[int], ...],  # noqa: ARG002
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler.finished(request)
-        return False, None
+        return self._scheduler.finished(request), None
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and bool(self._scheduler.stores)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from vllm import __version__ as vllm_version
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -27,10 +28,12 @@ from kvcellar.errors import BadRequest
 from kvcellar.identity import BlockHash, Group, Layer, Namespace, ParallelStrategy, default_chunk_tokens
 from kvcellar.vllm.compat import hash_block_tokens
 from kvcellar.vllm.metadata import TensorLayout
+from kvcellar.vllm.weights import weights_digest
 
 _LAYOUT_VERSION = 1
 # Any other may have KV that depends on more than the tokens before it.
 _DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
+_IMAGES = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
 
 
 class Unsupported(BadRequest):
@@ -65,10 +68,9 @@ def make_namespace(
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
     )
     return Namespace(
-        engine=f"vllm {vllm_version} on {current_platform.device_name}, layout {_LAYOUT_VERSION}",
+        engine=f"vllm {vllm_version} on {_device()}, layout {_LAYOUT_VERSION}",
         model=model.model,
-        # The configuration covers overrides and rope settings.
-        weights=f"{model.revision or ''} {model.dtype} {_digest(model.hf_config.to_dict())}",
+        weights=_weights(config),
         kv_dtype=config.cache_config.cache_dtype,
         kv_layout=_describe({name: text for layout in stages for name, text in layout.layers.items()}),
         groups=groups,
@@ -90,6 +92,32 @@ def make_namespace(
     )
 
 
+def _weights(config: VllmConfig) -> str:
+    """The configuration covers overrides and rope settings. Not which files or which commit of the model it
+    is, nor that weights are drawn, nor how long a prompt may be, which decides the rope (LongRoPE) or the
+    attention (Llama 4) of some models; nor what the engine has images made of: vLLM 0.26 hashes only what a
+    request says of that.
+    """
+    model = config.model_config
+    commit = weights_digest(model.model) or getattr(model.hf_config, "_commit_hash", None) or ""
+    images = {name: getattr(model.multimodal_config, name, None) for name in _IMAGES}
+    drawn = "dummy " if config.load_config.load_format == "dummy" else ""
+    return (
+        f"{model.revision or ''} {commit} {drawn}{model.dtype} up to {model.max_model_len} tokens "
+        f"{_digest(model.hf_config.to_dict())} {_digest(images)}"
+    )
+
+
+def _device() -> str:
+    """On CPUs, kernels pack keys as the instructions want them that they were chosen for, in tensors of the
+    same shape.
+    """
+    if current_platform.device_type != "cpu":
+        return str(current_platform.device_name)
+    amx = " with AMX" if torch.cpu._is_amx_tile_supported() else ""
+    return f"{current_platform.device_name} {current_platform.get_cpu_architecture().name}{amx}"
+
+
 def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     for group in kv_cache_config.kv_cache_groups:
         for name, spec in _layer_specs(group).items():
@@ -97,6 +125,10 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
                 raise Unsupported(
                     f"layer {name} has a {type(spec).__name__}, whose state cannot be restored yet"
                 )
+            if getattr(spec, "non_causal", False):
+                raise Unsupported(f"layer {name} lets tokens see later ones, on which its KV then depends")
+    if not config.model_config.is_prefix_caching_supported:
+        raise Unsupported("vLLM does not support prefix caching for this model, or its way of pooling")
     speculative = config.speculative_config
     if speculative is not None and speculative.method not in _DRAFTS_WITHOUT_KV:
         raise Unsupported(
@@ -108,6 +140,14 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
             raise Unsupported(f"{what} context parallelism is not supported yet")
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise Unsupported("calculate_kv_scales makes KV that depends on what the engine saw before")
+
+
+def has_window(kv_cache_config: KVCacheConfig) -> bool:
+    return any(
+        isinstance(spec, SlidingWindowSpec)
+        for group in kv_cache_config.kv_cache_groups
+        for spec in _layer_specs(group).values()
+    )
 
 
 def block_bytes(kv_cache_config: KVCacheConfig) -> list[dict[str, int]]:

@@ -41,7 +41,10 @@ _PROBE_S = 1.0
 
 
 class SchedulerSide:
-    def __init__(self, config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options) -> None:
+    def __init__(
+        self, config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options, problem: str
+    ) -> None:
+        """`problem`: why there can be no cache for this engine, if that is known already."""
         assert config.kv_transfer_config is not None
         # vLLM's default ends a request whose load failed. It is read after this constructor.
         config.kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -61,15 +64,17 @@ class SchedulerSide:
         self._ids = itertools.count(1)
         self._adapters = Adapters()
         self._patience = Patience(time.monotonic)
-        self._greet()
+        self._greet(problem)
 
-    def _greet(self) -> None:
+    def _greet(self, problem: str) -> None:
         """Say at the engine's start, in one line, if there will be no cache."""
         warn_if_untested()
         try:
             check_supported(self._config, self._kv_cache_config)
         except BadRequest as error:
-            self._disable(str(error))
+            problem = str(error)
+        if problem:
+            self._disable(problem)
             return
         try:
             with AdminClient(self._options.socket, _PROBE_S) as admin:
@@ -166,9 +171,11 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             hashes = client.namespace.chunk_tokens // hash_block_tokens(self._config, self._kv_cache_config)
-            tracked = self._requests[request.request_id] = Tracked(
-                request, hashes, self._adapters.digest(request.lora_request)
+            # A session whose prompt grows drops tokens that were hashed, and vLLM 0.26 keeps their hashes.
+            adapter = (
+                None if getattr(request, "resumable", False) else self._adapters.digest(request.lora_request)
             )
+            tracked = self._requests[request.request_id] = Tracked(request, hashes, adapter)
         return tracked
 
     def _ask(self, client: SchedulerClient, tracked: Tracked, computed: int) -> None:
@@ -314,11 +321,16 @@ class SchedulerSide:
             if tracked.failed:
                 tracked.planned = 0  # what was bad is gone from the cache, and worth storing again
 
-    def finished(self, request: Request) -> None:
+    def finished(self, request: Request) -> bool:
+        """Whether vLLM has to keep its blocks until its load is over. It does so for one that is aborted, but
+        one that was preempted may also stop by itself while it loads: by a token that was still on its way.
+        """
         tracked = self._requests.pop(request.request_id, None)
-        if tracked is not None:
-            self._give_back(tracked)
-            self._no_longer_expected(tracked)
+        if tracked is None:
+            return False
+        self._give_back(tracked)
+        self._no_longer_expected(tracked)
+        return tracked.loading
 
     def new_generation(self) -> None:
         """The weights changed in place: nothing stored so far is ours any more, but it stays for others."""

@@ -1,0 +1,83 @@
+"""Engines of one model share KV if, and only if, it is the same; or have no cache, if it may become wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import server_in
+from tests.vllm.harness import make_job, prompts_around_borders, start_engines, vllm_python
+
+pytestmark = pytest.mark.timeout(600)
+
+PROMPT = prompts_around_borders(128, 128, seed=41)[3]
+
+# Phi 3's rope: which of the factors it takes depends on how long a prompt may be.
+LONG_ROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 1024,
+        "short_factor": [1.0] * 32,
+        "long_factor": [1.0 + number / 4 for number in range(32)],
+    },
+    "original_max_position_embeddings": 1024,
+}
+
+JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # kind, options of vLLM, words for the job
+    "plain": ("gqa", {}, {}),
+    "again": ("gqa", {"max_num_seqs": 4}, {}),
+    "drawn": ("gqa", {"load_format": "dummy"}, {}),
+    "short rope": ("gqa", {"hf_overrides": LONG_ROPE, "max_model_len": 1024}, {}),
+    "long rope": ("gqa", {"hf_overrides": LONG_ROPE, "max_model_len": 2048}, {}),
+    "window": ("sliding", {}, {}),
+    "window, old vLLM": ("sliding", {}, {"old": True}),
+    "no window, old vLLM": ("gqa", {}, {"old": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def engines(logs: Path) -> dict[str, dict[str, Any]]:
+    """What became of each."""
+    python = vllm_python()
+    with server_in(logs) as server:
+        server.start(memory="256MiB")
+        connector = {"socket": str(server.socket), "lookup_timeout_ms": 5000}
+        jobs = [
+            make_job(kind, python, connector=connector, **options)
+            | words
+            | {"log": str(logs / name), "prompt": PROMPT}
+            for name, (kind, options, words) in JOBS.items()
+        ]
+        return dict(zip(JOBS, start_engines(jobs, logs / "program"), strict=True))
+
+
+def test_engines_that_differ_in_nothing_that_matters_share(engines: dict[str, dict[str, Any]]) -> None:
+    assert engines["plain"] == engines["again"]
+    assert engines["plain"]["namespace"]
+
+
+@pytest.mark.parametrize(("one", "other"), [("plain", "drawn"), ("short rope", "long rope")])
+def test_engines_that_compute_something_else_do_not(
+    one: str, other: str, engines: dict[str, dict[str, Any]]
+) -> None:
+    assert engines[one]["tokens"] != engines[other]["tokens"], "then it would not matter"
+    assert len({engines[one]["namespace"], engines[other]["namespace"], ""}) == 3
+
+
+def test_vllm_that_would_compute_a_failed_load_in_a_wrong_way_has_no_cache_for_it(
+    engines: dict[str, dict[str, Any]], logs: Path
+) -> None:
+    """It goes on from the first bad block, and with a window those before it were never loaded."""
+    assert engines["window, old vLLM"] == engines["window"] | {"namespace": ""}
+    assert engines["no window, old vLLM"] == engines["plain"]
+    said = [line for line in (logs / "window, old vLLM").read_text().splitlines() if "KVCellar: " in line]
+    assert len(said) == 1
+    assert (
+        "no cache for this engine: this vLLM cannot compute a failed load of layers with a window" in said[0]
+    )
