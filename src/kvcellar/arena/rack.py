@@ -57,10 +57,10 @@ class Rack:
         """Make the files and all their pages. On any error nothing is left behind."""
         descriptors: list[int] = []
         try:
-            _check_descriptors(len(spec.slot_bytes))
             for shard, shape in enumerate(spec.shapes):
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
                 descriptors.append(os.open(spec.slab_path(shard), flags, 0o600))
+                _check_descriptors(descriptors[-1])
                 os.posix_fallocate(descriptors[-1], 0, shape.file_bytes)
             # The table last: a rack without one was never finished.
             return cls(spec, StripeTable.create(spec.table_path, spec.table_id, spec.slots), descriptors)
@@ -100,10 +100,12 @@ class Rack:
         self.descriptors = []
 
 
-def _check_descriptors(wanted: int) -> None:
-    """A server that has none left for a connection is lost to everybody."""
+def _check_descriptors(newest: int) -> None:
+    """A server that has none left for a connection is lost to everybody. The kernel gives the lowest that is
+    free: all below the newest are taken.
+    """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if len(os.listdir("/proc/self/fd")) + wanted + _SPARE > most:
+    if newest + _SPARE >= most:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
