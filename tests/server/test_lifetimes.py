@@ -224,12 +224,13 @@ def test_a_worker_stays_until_its_leaving_was_heard(server):
 
 
 def test_a_worker_that_no_successor_would_know_of_is_not_let_in(server, raw):
-    known = raw(hello("worker", session="known"))
+    known, other = (raw(hello("worker", session=name)) for name in ("known", "other"))
     obstacle = server.folder / "roster.draft"
     obstacle.mkdir()  # as on a full file system: it cannot be written
     newcomer = raw()
     newcomer.say(hello("worker", session="newcomer"))
     assert newcomer.refusal() == "unavailable"
+    assert other.ask(m.Leave()) == (m.Settled(0),)
     known.close()
     again = raw(hello("worker", session="known"))
     assert [session.name for session in server.status().sessions] == ["known"]

@@ -66,7 +66,7 @@ class Members:
         self._roster = roster
         self._changed = changed  # somebody left or gave up a mapping
         self._awaited: dict[Entry, int | None] = {}  # workers of an earlier server, with their pidfd
-        self._listed: set[Entry] | None = None  # what the roster says
+        self._listed: set[Entry] | None = None  # what the roster says; None: what an earlier server wrote
         self._loop = asyncio.get_running_loop()
         self._grace_timer: asyncio.TimerHandle | None = None
 
@@ -213,7 +213,11 @@ class Members:
         self._shorten_roster()
 
     def _enlist(self, newcomer: Entry) -> None:
-        """Before it may copy on our word. It is not let in otherwise: a successor would not wait for it."""
+        """Before it may copy on our word. It is not let in otherwise: a successor would not wait for it. Who
+        is listed already can come back, even if nothing can be written.
+        """
+        if self._listed is not None and newcomer in self._listed:
+            return
         try:
             self._write_roster(newcomer)
         except OSError as error:
@@ -227,7 +231,7 @@ class Members:
             log.warning("cannot write the roster: %s", error.strerror)
 
     def _write_roster(self, *newcomers: Entry) -> None:
-        """It lies on a file system that may be full; who is listed already can come back all the same."""
+        """It lies on a file system that may be full."""
         workers = {
             Entry(name, rank, member.peer.process)
             for (name, rank), member in self.all.items()
