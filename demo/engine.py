@@ -5,6 +5,7 @@ Does not import vLLM, which lives in an environment of its own.
 
 import http.client
 import json
+import random
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -127,7 +128,9 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Below those that Linux gives to outgoing connections: vLLM takes it only half a minute later."""
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as probe:
+            if probe.connect_ex((_HOST, port)):
+                return port
+    raise DemoError("No free port from 20000 to 30000.")

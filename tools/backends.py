@@ -12,6 +12,7 @@ import fcntl
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -52,11 +53,15 @@ def install() -> Path:
 
 
 def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Below those that Linux gives to outgoing connections, any of which could have one before its engine."""
+    found = list[int]()
+    for port in random.sample(range(20000, 30000), 1000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise RuntimeError("no free ports from 20000 to 30000")
 
 
 def wait_until(ready: Callable[[], bool], what: str) -> None:
@@ -292,7 +297,7 @@ class SeaweedFS(Backend):
 
 
 class MooncakeMaster(Backend):
-    PORT = 50051  # fixed: it lives in a private network
+    PORT = 30051  # fixed: it lives in a private network; with the next one outside what free_ports() gives
 
     def command(self, _data: Path) -> list[str]:
         ports = ["--rpc_port", str(self.PORT), "--metrics_port", str(self.PORT + 1)]

@@ -1,5 +1,6 @@
 """Engines of one model share KV if, and only if, it is the same; or have no cache, if it may become wrong."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # kind, options
     "plain": ("gqa", {}, {}),
     "again": ("gqa", {"max_num_seqs": 4}, {}),
     "drawn": ("gqa", {"load_format": "dummy"}, {}),
+    "drawn, with a file that is not ours": ("gqa", {"load_format": "dummy"}, {"unprivileged": True}),
     "short rope": ("gqa", {"hf_overrides": LONG_ROPE, "max_model_len": 1024}, {}),
     "long rope": ("gqa", {"hf_overrides": LONG_ROPE, "max_model_len": 2048}, {}),
     "window": ("sliding", {}, {}),
@@ -54,6 +56,9 @@ def engines(logs: Path) -> dict[str, dict[str, Any]]:
             | {"log": str(logs / name), "prompt": PROMPT}
             for name, (kind, options, words) in JOBS.items()
         ]
+        hidden = dict(zip(JOBS, jobs, strict=True))["drawn, with a file that is not ours"]
+        hidden["model"] = str(shutil.copytree(hidden["model"], logs / "hidden"))
+        next(Path(hidden["model"]).glob("*.safetensors")).chmod(0)
         return dict(zip(JOBS, start_engines(jobs, logs / "program"), strict=True))
 
 
@@ -76,8 +81,20 @@ def test_vllm_that_would_compute_a_failed_load_in_a_wrong_way_has_no_cache_for_i
     """It goes on from the first bad block, and with a window those before it were never loaded."""
     assert engines["window, old vLLM"] == engines["window"] | {"namespace": ""}
     assert engines["no window, old vLLM"] == engines["plain"]
-    said = [line for line in (logs / "window, old vLLM").read_text().splitlines() if "KVCellar: " in line]
-    assert len(said) == 1
-    assert (
-        "no cache for this engine: this vLLM cannot compute a failed load of layers with a window" in said[0]
-    )
+    assert "this vLLM cannot compute a failed load of layers with a window" in said(logs / "window, old vLLM")
+
+
+def test_an_engine_whose_weights_cannot_be_read_has_no_cache(
+    engines: dict[str, dict[str, Any]], logs: Path
+) -> None:
+    name = "drawn, with a file that is not ours"
+    assert engines[name] == engines["drawn"] | {"namespace": ""}
+    assert said(logs / name).endswith("/hidden cannot be read: Permission denied")
+
+
+def said(log: Path) -> str:
+    """The one line that is about the cache."""
+    [line] = [line for line in log.read_text().splitlines() if "KVCellar: " in line]
+    before, _, reason = line.partition("no cache for this engine: ")
+    assert before != line
+    return reason

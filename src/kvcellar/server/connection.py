@@ -113,6 +113,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def _is_over(self) -> bool:
+        """A property, since any message may change it: mypy takes what it knows of attributes to last."""
         return self._transport is None
 
     def send(self, message: m.Message) -> None:

@@ -99,13 +99,21 @@ def _weights(config: VllmConfig) -> str:
     request says of that.
     """
     model = config.model_config
-    commit = weights_digest(model.model) or getattr(model.hf_config, "_commit_hash", None) or ""
+    commit = _read_weights(config) or getattr(model.hf_config, "_commit_hash", None) or ""
     images = {name: getattr(model.multimodal_config, name, None) for name in _IMAGES}
     drawn = "dummy " if config.load_config.load_format == "dummy" else ""
     return (
         f"{model.revision or ''} {commit} {drawn}{model.dtype} up to {model.max_model_len} tokens "
         f"{_digest(model.hf_config.to_dict())} {_digest(images)}"
     )
+
+
+def _read_weights(config: VllmConfig) -> str:
+    folder = config.model_config.model
+    try:
+        return weights_digest(folder)
+    except OSError as error:
+        raise Unsupported(f"the weights in {folder} cannot be read: {error.strerror}") from error
 
 
 def _device() -> str:
@@ -140,6 +148,7 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
             raise Unsupported(f"{what} context parallelism is not supported yet")
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise Unsupported("calculate_kv_scales makes KV that depends on what the engine saw before")
+    _read_weights(config)
 
 
 def has_window(kv_cache_config: KVCacheConfig) -> bool:
