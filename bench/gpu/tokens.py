@@ -87,7 +87,8 @@ def turned(one: Answer, other: Answer) -> bool:
 
 def flip(engine: Engine, memory: Path, corrupt: Any) -> dict[str, Any]:
     """A flipped bit in every object of the cache: found, and computed instead. `corrupt` asks the server."""
-    prompts = [engine.prompt(engine.scale.chunk * 6 + 5) for _ in range(3)]
+    chunks = 6
+    prompts = [engine.prompt(engine.scale.chunk * chunks + 5) for _ in range(3)]
     engine.forget()
     cold = [engine.run(prompt, TOKENS, logprobs=2) for prompt in prompts]
     time.sleep(1)
@@ -96,7 +97,7 @@ def flip(engine: Engine, memory: Path, corrupt: Any) -> dict[str, Any]:
     again = [engine.run(prompt, TOKENS, logprobs=2) for prompt in prompts]
     found = corrupt() - before
     equal = sum(a.tokens == b.tokens or turned(a, b) for a, b in zip(cold, again, strict=True))
-    ok = flipped > 0 and found > 0 and equal == len(prompts)
+    ok = flipped > 0 and found == chunks * len(prompts) and equal == len(prompts)
     result = {"flipped": flipped, "found": found, "prompts": len(prompts), "equal": equal, "ok": ok}
     say(f"flipped bits: {result}")
     return result

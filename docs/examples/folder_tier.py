@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvcellar.errors import EngineError, StartupError
@@ -17,38 +18,42 @@ class FolderEngine:
             raise EngineError("closed")
         return self.folder / name.replace("/", "_")
 
+    @contextmanager
+    def only_engine_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise EngineError(f"{self.folder}: {error.strerror}") from None
+
     def write(self, name: str, source: Buffer) -> None:
         draft = self.path(f"draft.{os.getpid()}.{os.urandom(8).hex()}")
-        try:
+        with self.only_engine_errors():
             with draft.open("xb") as file:
                 file.write(source.header)
                 file.write(source.payload)
             draft.rename(self.path(name))  # all of it or nothing
-        except OSError as error:
-            raise EngineError(f"{self.folder}: {error.strerror}") from None
 
     def read(self, name: str, target: Buffer) -> bool:
-        try:
-            with self.path(name).open("rb") as file:
-                whole = os.fstat(file.fileno()).st_size == 64 + target.size
-                return (
-                    whole and file.readinto(target.header) + file.readinto(target.payload) == 64 + target.size
-                )
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise EngineError(f"{self.folder}: {error.strerror}") from None
+        with self.only_engine_errors(), suppress(FileNotFoundError), self.path(name).open("rb") as file:
+            whole = os.fstat(file.fileno()).st_size == 64 + target.size
+            return whole and file.readinto(target.header) + file.readinto(target.payload) == 64 + target.size
+        return False
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        return [self.path(name).exists() for name in names]
+        with self.only_engine_errors():
+            return [self.path(name).exists() for name in names]
 
     def delete(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.path(name).unlink(missing_ok=True)
+        with self.only_engine_errors():
+            for name in names:
+                self.path(name).unlink(missing_ok=True)
 
     def list(self) -> Iterator[tuple[str, int]]:
-        files = (path for path in self.path("").iterdir() if not path.name.startswith("draft."))
-        return ((path.name.replace("_", "/"), path.stat().st_size) for path in files)
+        with self.only_engine_errors():
+            for path in self.path("").iterdir():
+                if not path.name.startswith("draft."):
+                    with suppress(FileNotFoundError):  # deleted meanwhile
+                        yield path.name.replace("_", "/"), path.stat().st_size
 
     def close(self) -> None:
         self.folder = None

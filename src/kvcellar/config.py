@@ -113,7 +113,7 @@ class Settings:
         Path | None, _Setting(_path, "The server's socket. [default: /tmp/kvcellar-UID/NAME.sock]")
     ] = None
     hold_percent: Annotated[
-        int, _Setting(_percent, "Share of the memory that one engine may keep pinned.")
+        int, _Setting(_percent, "Share of the memory that one engine may keep pinned or in writing.")
     ] = 50
     allow_uids: Annotated[
         tuple[int, ...], _Setting(_uids, "Further user ids that may attach, e.g. 1000,1001.")

@@ -105,9 +105,8 @@ def leaks(status: StatusReport) -> list[str]:
     for space in status.namespaces:
         for number, group in enumerate(space.groups):
             if group.stripes + group.free != group.slots:
-                found.append(
-                    f"{space.model} group {number}: {group.stripes} + {group.free} of {group.slots} slots"
-                )
+                model, counted = space.identity["model"], f"{group.stripes} + {group.free}"
+                found.append(f"{model} group {number}: {counted} of {group.slots} slots")
     return found
 
 

@@ -25,7 +25,6 @@ CHUNK_TOKENS, BLOCK_TOKENS = 256, 64
 ROOTS, BRANCHES = 12, 8
 ROOT_CHUNKS, BRANCH_CHUNKS = 6, 6
 PROMPTS = ROOTS * BRANCHES
-MAX_CHUNKS = ROOT_CHUNKS + BRANCH_CHUNKS
 
 # Everything of all namespaces takes about 83 MiB: half of it fits, and there is always something to evict.
 MEMORY = 40 << 20

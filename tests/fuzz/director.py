@@ -179,7 +179,9 @@ class Director:
         for space in status.namespaces:
             for group in space.groups:
                 if sessions == 0 and group.stripes + group.free != group.slots:
-                    found.append(f"{space.model}: {group.stripes} + {group.free} of {group.slots} slots")
+                    found.append(
+                        f"{space.identity['model']}: {group.stripes} + {group.free} of {group.slots} slots"
+                    )
         return found
 
     def _complain_until(self, leaks: Callable[[], list[str]]) -> None:

@@ -59,6 +59,16 @@ def test_status_is_a_table_for_people(server, engine, kvcellar):
     assert re.search(r"llama-0 │ test +│ scheduler, 0, 1 │ .{8} +│ +1 │ +100% │ +4 │ +1 │ 32 KiB", shown)
 
 
+def test_status_says_why_engines_of_one_model_do_not_share(server, engine, kvcellar):
+    engine("one", session="a")
+    _, shown, _ = kvcellar("status", "--socket", server.socket)
+    assert "differ in" not in shown
+    engine("other", session="b")
+    engine("tp2", session="c")
+    _, shown, _ = kvcellar("status", "--socket", server.socket)
+    assert "tiny: 3 namespaces, which differ in parallel, tenant\n" in shown
+
+
 def test_status_as_json_is_the_servers_report(server, engine, kvcellar):
     engine()
     code, shown, _ = kvcellar("status", "--json", "--socket", server.socket)
@@ -289,12 +299,16 @@ def test_another_user_is_refused_with_a_sentence_unless_allowed(stopped_server):
     with tempfile.TemporaryDirectory(dir="/tmp") as reachable:
         os.chmod(reachable, 0o755)
         stopped_server.socket = Path(reachable) / "s"
-        stopped_server.start().socket.chmod(0o666)
-        answer = ask()
-        assert answer.returncode == 2
-        assert (
-            answer.stderr == "kvcellar: uid 65534 may not attach; start the server with --allow-uids 65534\n"
+        stopped_server.start()
+        assert (ask().returncode, ask().stderr) == (
+            2,
+            f"kvcellar: no server on {stopped_server.socket}: Permission denied\n",
         )
-        stopped_server.restart(allow_uids="65534").socket.chmod(0o666)
+        stopped_server.restart(allow_uids="65533")
+        assert (ask().returncode, ask().stderr) == (
+            2,
+            "kvcellar: uid 65534 may not attach; start the server with --allow-uids 65534\n",
+        )
+        stopped_server.restart(allow_uids="65533,65534")
         eventually(lambda: ask().returncode == 0)
         assert stopped_server.stop() == 0

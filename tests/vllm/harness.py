@@ -278,10 +278,5 @@ def prompts_around_borders(block: int, chunk: int, seed: int) -> list[list[int]]
     return prompts
 
 
-def change_far_token(prompt: Sequence[int]) -> list[int]:
-    """The same prompt but for its first token: equal answers would mean that far context does not matter."""
-    return [(prompt[0] + 1) % VOCAB, *prompt[1:]]
-
-
 def _draw(draw: random.Random, tokens: int) -> list[int]:
     return [draw.randrange(VOCAB) for _ in range(tokens)]

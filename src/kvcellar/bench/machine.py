@@ -13,7 +13,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": names[0] if names else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
+        "kernel": platform.release().partition("-")[0],  # not who built it
         "python": platform.python_version(),
         "bytecode_is_cached": not sys.dont_write_bytecode,  # or every start compiles all modules first
         "load_before": load(),

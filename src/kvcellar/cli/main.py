@@ -36,8 +36,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench.app, name="bench", help="Measure this machine.")
-app.command()(simulate)
-app.command()(trace)
 
 
 def _flag(name: str) -> typer.models.OptionInfo:
@@ -53,7 +51,7 @@ Socket = Annotated[Text, _flag("socket")]
 Config = Annotated[
     Text, typer.Option("--config", help="TOML file with any of these settings.", show_default=False)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 @app.command()
@@ -179,6 +177,10 @@ def doctor(
     print_findings(findings, as_json=as_json)
     if any(finding.problem for finding in findings):
         raise typer.Exit(1)
+
+
+app.command()(simulate)
+app.command()(trace)
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """The table that `kvcellar status` prints."""
 
+from collections import defaultdict
 from pathlib import Path
 
 import msgspec
@@ -23,10 +24,14 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
 
 
 def status_view(report: StatusReport) -> Group:
-    tables = [_namespaces(report.namespaces), _sessions(report.sessions)]
+    parts: list[Table | str] = [
+        _namespaces(report.namespaces),
+        *_differences(report.namespaces),
+        _sessions(report.sessions),
+    ]
     if report.tiers:
-        tables.append(_tiers(report.tiers))
-    return Group(_headline(report), *tables)
+        parts.append(_tiers(report.tiers))
+    return Group(_headline(report), *parts)
 
 
 def _headline(report: StatusReport) -> str:
@@ -53,9 +58,9 @@ def _namespaces(reports: list[NamespaceReport]) -> Table:
     for report in reports:
         table.add_row(
             report.id,
-            report.model + (" (pinned)" if report.pinned else ""),
-            report.kv_dtype,
-            f"{report.chunk_tokens} tokens",
+            report.identity["model"] + (" (pinned)" if report.pinned else ""),
+            report.identity["kv_dtype"],
+            f"{report.identity['chunk_tokens']} tokens",
             str(report.shards),
             str(report.engines),
             " + ".join(f"{group.stripes:,}" for group in report.groups),
@@ -64,6 +69,19 @@ def _namespaces(reports: list[NamespaceReport]) -> Table:
             _size(report.memory_bytes),
         )
     return table
+
+
+def _differences(reports: list[NamespaceReport]) -> list[str]:
+    """Why engines of one model do not share, a line for each model."""
+    models = defaultdict[str, list[dict[str, str]]](list)
+    for report in reports:
+        models[report.identity["model"]].append(report.identity)
+    return [
+        f"{model}: {len(several)} namespaces, which differ in "
+        + ", ".join(field for field in several[0] if len({each[field] for each in several}) > 1)
+        for model, several in models.items()
+        if len(several) > 1
+    ]
 
 
 def _sessions(reports: list[SessionReport]) -> Table:

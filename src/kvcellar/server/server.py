@@ -67,7 +67,7 @@ class Server:
             await self._open_tiers()
             found = self._steward.adopt()
             self._members.begin_grace(self._settings.grace_seconds)
-            listener = _listen(self._settings.socket_path)
+            listener = _listen(self._settings.socket_path, shared=bool(self._settings.allow_uids))
         except BaseException:
             if self._tiers is not None:
                 self._tiers.close()
@@ -223,15 +223,19 @@ def _raise_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _listen(path: Path) -> socket.socket:
-    """A private socket. A dead server's leftover is replaced; a live one, or any other file, is not."""
+def _listen(path: Path, *, shared: bool) -> socket.socket:
+    """A private socket, or one that others can reach, of whom the uid is checked then. A dead server's
+    leftover is replaced; a live one, or any other file, is not.
+    """
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o711 if shared else 0o700, parents=True, exist_ok=True)
         _check_parent(path.parent)
+        if shared and not path.parent.stat().st_mode & stat.S_IXOTH:
+            log.warning("--allow-uids: others cannot reach the socket; chmod o+x %s", path.parent)
         if path.exists() or path.is_symlink():
             _remove_leftover(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        old = os.umask(0o177)
+        old = os.umask(0o111 if shared else 0o177)
         try:
             listener.bind(str(path))
         finally:

@@ -1,6 +1,9 @@
 """Puts together what `kvcellar status` shows, from the ledger, the arena and the members."""
 
+import hashlib
 import os
+
+import msgspec
 
 from kvcellar import __version__
 from kvcellar.arena import Arena
@@ -8,6 +11,8 @@ from kvcellar.identity import NamespaceId
 from kvcellar.ledger import Ledger, Room, Shelf
 from kvcellar.server.members import Members
 from kvcellar.wire.report import GroupReport, NamespaceReport, SessionReport, StatusReport, TierReport
+
+_TEXT = 200  # characters of a namespace's field
 
 
 def make_report(
@@ -43,11 +48,7 @@ def _namespace(name: NamespaceId, room: Room, ledger: Ledger, arena: Arena) -> N
     racks = [rack for key, rack in arena.racks.items() if key.namespace == name]
     return NamespaceReport(
         id=name.hex(),
-        model=namespace.model,
-        kv_dtype=namespace.kv_dtype,
-        tenant=namespace.tenant,
-        seed=namespace.block_hash.seed,
-        chunk_tokens=namespace.chunk_tokens,
+        identity={field: _text(getattr(namespace, field)) for field in namespace.__struct_fields__},
         shards=namespace.parallel.kv_world_size,
         pinned=room.pinned,
         engines=sum(name in session.namespaces for session in ledger.sessions.values()),
@@ -61,6 +62,14 @@ def _namespace(name: NamespaceId, room: Room, ledger: Ledger, arena: Arena) -> N
             for number, shelf in enumerate(room.shelves)
         ],
     )
+
+
+def _text(value: object) -> str:
+    """Short, since an engine may register four megabytes, and not the same for two that differ."""
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    if len(text) <= _TEXT:
+        return text
+    return f"{text[:_TEXT]}... {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 def _group(kind: str, shelf: Shelf, slot_bytes: list[tuple[int, ...]]) -> GroupReport:

@@ -72,7 +72,7 @@ class Crate:
         self.number = number
         self.shape = shape
         self._folder = folder
-        self._fd, self.direct = _open_data(crate_path(folder, number, "data"))
+        self._fd = _open_data(crate_path(folder, number, "data"))
         try:
             flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
             self._index = os.open(crate_path(folder, number, "index"), flags)
@@ -196,22 +196,22 @@ def _allocate(path: Path, size: int) -> int:
     return fd
 
 
-def _open_data(path: Path) -> tuple[int, bool]:
-    """(descriptor, whether it is for direct I/O)"""
+def _open_data(path: Path) -> int:
+    """For direct I/O, where the file system has that."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | os.O_DIRECT)
         try:
             # Some file systems take the flag and refuse the first read.
             os.preadv(fd, [mmap.mmap(-1, PAGE)], 0)
-            return fd, True
+            return fd
         except OSError:
             os.close(fd)
             raise
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-        return os.open(path, flags), False
+        return os.open(path, flags)
 
 
 def _whole_pages(size: int) -> int:

@@ -313,8 +313,8 @@ FromServer = Welcome | Refused | Reply | RackAdded | RackLeaving | Brought | Goo
 
 
 class FetchSlab(Message, frozen=True):
-    """On a connection of its own: the slab of this rank's shard. Answered by Slab, with the descriptor, or
-    Refused.
+    """On a connection of its own: the slab of this rank's shard. Answered by SlabSent, with the descriptor,
+    or Refused.
     """
 
     version: int

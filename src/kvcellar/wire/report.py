@@ -15,11 +15,7 @@ class GroupReport(msgspec.Struct, frozen=True):
 
 class NamespaceReport(msgspec.Struct, frozen=True):
     id: str
-    model: str
-    kv_dtype: str
-    tenant: str
-    seed: str
-    chunk_tokens: int
+    identity: dict[str, str]  # every field of the namespace as text, long ones cut: what two may differ in
     shards: int
     pinned: bool
     engines: int
