@@ -68,3 +68,10 @@ def test_a_change_as_large_as_the_distance_of_two_samples_is_seen(folder: Path) 
 def test_one_file_is_a_model_too_and_a_name_is_none(folder: Path) -> None:
     assert digest(folder / "model-1.safetensors") not in ("", digest(folder / "model-2.safetensors"))
     assert digest(Path("some-owner/some-model")) == ""
+
+
+def test_a_folder_without_weights_is_not_taken_for_one(tmp_path: Path) -> None:
+    """They come from elsewhere, and may be others tomorrow."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="no weights there"):
+        digest(tmp_path)

@@ -29,7 +29,8 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # kind, options
     "plain": ("gqa", {}, {}),
     "again": ("gqa", {"max_num_seqs": 4}, {}),
     "drawn": ("gqa", {"load_format": "dummy"}, {}),
-    "drawn, with a file that is not ours": ("gqa", {"load_format": "dummy"}, {"unprivileged": True}),
+    "a file that is not ours": ("gqa", {}, {"unprivileged": True}),
+    "the same with a revision": ("gqa", {"revision": "one"}, {"unprivileged": True}),
     "short rope": ("gqa", {"hf_overrides": LONG_ROPE, "max_model_len": 1024}, {}),
     "long rope": ("gqa", {"hf_overrides": LONG_ROPE, "max_model_len": 2048}, {}),
     "window": ("sliding", {}, {}),
@@ -56,9 +57,11 @@ def engines(logs: Path) -> dict[str, dict[str, Any]]:
             | {"log": str(logs / name), "prompt": PROMPT}
             for name, (kind, options, words) in JOBS.items()
         ]
-        hidden = dict(zip(JOBS, jobs, strict=True))["drawn, with a file that is not ours"]
-        hidden["model"] = str(shutil.copytree(hidden["model"], logs / "hidden"))
-        next(Path(hidden["model"]).glob("*.safetensors")).chmod(0)
+        hidden = Path(shutil.copytree(jobs[0]["model"], logs / "hidden"))
+        (hidden / "more.bin").touch(0)
+        for job in jobs:
+            if job.get("unprivileged"):
+                job["model"] = str(hidden)
         return dict(zip(JOBS, start_engines(jobs, logs / "program"), strict=True))
 
 
@@ -84,12 +87,13 @@ def test_vllm_that_would_compute_a_failed_load_in_a_wrong_way_has_no_cache_for_i
     assert "this vLLM cannot compute a failed load of layers with a window" in said(logs / "window, old vLLM")
 
 
-def test_an_engine_whose_weights_cannot_be_read_has_no_cache(
+def test_an_engine_whose_weights_cannot_be_read_has_no_cache_unless_told_what_they_are(
     engines: dict[str, dict[str, Any]], logs: Path
 ) -> None:
-    name = "drawn, with a file that is not ours"
-    assert engines[name] == engines["drawn"] | {"namespace": ""}
-    assert said(logs / name).endswith("/hidden cannot be read: Permission denied")
+    name = "a file that is not ours"
+    assert engines[name] == engines["plain"] | {"namespace": ""}
+    assert "/hidden cannot be read: Permission denied; if they come from elsewhere" in said(logs / name)
+    assert engines["the same with a revision"]["namespace"] not in ("", engines["plain"]["namespace"])
 
 
 def said(log: Path) -> str:

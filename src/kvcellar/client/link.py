@@ -35,7 +35,10 @@ class Link:
     @classmethod
     def open(cls, path: Path, hello: m.Hello, timeout: float) -> "Link":
         deadline = time.monotonic() + timeout
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        except OSError as error:  # no descriptors left
+            raise Disconnected(f"no way to {path}: {error.strerror}") from None
         link = cls(sock)
         try:
             sock.settimeout(timeout)

@@ -94,26 +94,34 @@ def make_namespace(
 
 def _weights(config: VllmConfig) -> str:
     """The configuration covers overrides and rope settings. Not which files or which commit of the model it
-    is, nor that weights are drawn, nor how long a prompt may be, which decides the rope (LongRoPE) or the
-    attention (Llama 4) of some models; nor what the engine has images made of: vLLM 0.26 hashes only what a
-    request says of that.
+    is, nor that weights are drawn, come from elsewhere, or are quantized as they come; nor how long a prompt
+    may be, which decides the rope (LongRoPE) or the attention (Llama 4) of some models; nor what the engine
+    has images made of: vLLM 0.26 hashes only what a request says of that.
     """
-    model = config.model_config
+    model, load = config.model_config, config.load_config
     commit = _read_weights(config) or getattr(model.hf_config, "_commit_hash", None) or ""
-    images = {name: getattr(model.multimodal_config, name, None) for name in _IMAGES}
-    drawn = "dummy " if config.load_config.load_format == "dummy" else ""
+    more = {name: getattr(model.multimodal_config, name, None) for name in _IMAGES}
+    more |= {"loader": load.model_loader_extra_config, "weights": model.model_weights}
+    more |= {"quantization": model.quantization_config}
     return (
-        f"{model.revision or ''} {commit} {drawn}{model.dtype} up to {model.max_model_len} tokens "
-        f"{_digest(model.hf_config.to_dict())} {_digest(images)}"
+        f"{model.revision or ''} {commit} {load.load_format} {model.dtype} up to {model.max_model_len} "
+        f"tokens {_digest(model.hf_config.to_dict())} {_digest(more)}"
     )
 
 
 def _read_weights(config: VllmConfig) -> str:
-    folder = config.model_config.model
+    model = config.model_config
+    if config.load_config.load_format == "dummy":
+        return ""
     try:
-        return weights_digest(folder)
+        return weights_digest(model.model)
     except OSError as error:
-        raise Unsupported(f"the weights in {folder} cannot be read: {error.strerror}") from error
+        if model.revision:
+            return ""
+        raise Unsupported(
+            f"the weights in {model.model} cannot be read: {error.strerror}; if they come from elsewhere, "
+            "say which they are with --revision, and another one whenever they change"
+        ) from error
 
 
 def _device() -> str:
@@ -127,14 +135,7 @@ def _device() -> str:
 
 
 def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    for group in kv_cache_config.kv_cache_groups:
-        for name, spec in _layer_specs(group).items():
-            if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
-                raise Unsupported(
-                    f"layer {name} has a {type(spec).__name__}, whose state cannot be restored yet"
-                )
-            if getattr(spec, "non_causal", False):
-                raise Unsupported(f"layer {name} lets tokens see later ones, on which its KV then depends")
+    _check_layers(kv_cache_config)
     if not config.model_config.is_prefix_caching_supported:
         raise Unsupported("vLLM does not support prefix caching for this model, or its way of pooling")
     speculative = config.speculative_config
@@ -143,12 +144,25 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
             f"speculative decoding by {speculative.method!r}, whose drafts have KV of their own, is not "
             "supported yet"
         )
+    if config.parallel_config.distributed_executor_backend == "external_launcher":
+        raise Unsupported("external_launcher has a scheduler for each rank")
     for what in ("decode", "prefill"):
         if getattr(config.parallel_config, f"{what}_context_parallel_size", 1) > 1:
             raise Unsupported(f"{what} context parallelism is not supported yet")
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise Unsupported("calculate_kv_scales makes KV that depends on what the engine saw before")
     _read_weights(config)
+
+
+def _check_layers(kv_cache_config: KVCacheConfig) -> None:
+    for group in kv_cache_config.kv_cache_groups:
+        for name, spec in _layer_specs(group).items():
+            if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
+                raise Unsupported(
+                    f"layer {name} has a {type(spec).__name__}, whose state cannot be restored yet"
+                )
+            if getattr(spec, "non_causal", False):
+                raise Unsupported(f"layer {name} lets tokens see later ones, on which its KV then depends")
 
 
 def has_window(kv_cache_config: KVCacheConfig) -> bool:

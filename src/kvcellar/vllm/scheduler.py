@@ -25,6 +25,7 @@ from kvcellar.errors import BadRequest, CellarError, StartupError
 from kvcellar.identity import SKIP, Namespace, block_range, plan_load
 from kvcellar.vllm.adapters import Adapters
 from kvcellar.vllm.compat import derive_hash_seed, hash_block_tokens, warn_if_untested
+from kvcellar.vllm.hashes import cover as hashes_cover
 from kvcellar.vllm.identity import check_supported, make_namespace
 from kvcellar.vllm.jobs import GroupCopy, Job
 from kvcellar.vllm.metadata import CellarMetadata, TensorLayout, WorkerReport
@@ -171,10 +172,8 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             hashes = client.namespace.chunk_tokens // hash_block_tokens(self._config, self._kv_cache_config)
-            # A session whose prompt grows drops tokens that were hashed, and vLLM 0.26 keeps their hashes.
-            adapter = (
-                None if getattr(request, "resumable", False) else self._adapters.digest(request.lora_request)
-            )
+            covered = hashes_cover(request, self._config)
+            adapter = self._adapters.digest(request.lora_request) if covered else None
             tracked = self._requests[request.request_id] = Tracked(request, hashes, adapter)
         return tracked
 

@@ -30,7 +30,7 @@ class Tracked:
         self._patience = _TRIES
         self.mixed_at = -1  # number of preemptions when the weights changed under its KV
         self._hashes_per_chunk = hashes_per_chunk
-        self._adapter = adapter  # digest of a LoRA adapter; None: it has none, so no chunk has a key
+        self._adapter = adapter  # digest of a LoRA adapter; None: not known what it is, so no chunk has a key
 
     def refused(self, chunk: int) -> None:
         """There was no room for this chunk and those after it: there may be at a later step."""

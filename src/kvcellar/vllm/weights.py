@@ -5,6 +5,7 @@ bytes would take as long as loading the model. Paths and times are not in it, so
 Knows nothing of vLLM.
 """
 
+import errno
 import functools
 import hashlib
 import os
@@ -16,11 +17,13 @@ _SAMPLES, _BYTES = 128, 4096  # of each file: one or more of every matrix of a l
 
 @functools.cache
 def weights_digest(model: str) -> str:
-    """Empty if it is no folder or file: a name, with a revision."""
+    """Empty if it is no folder or file: a name, with a revision. A folder has weights, or an OSError."""
     path = Path(model)
     if not path.exists():
         return ""
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in _SUFFIXES)
+    if not files:
+        raise FileNotFoundError(errno.ENOENT, "no weights there", model)
     total = hashlib.blake2b(digest_size=16)
     for file in files:
         size = file.stat().st_size

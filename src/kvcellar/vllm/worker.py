@@ -57,7 +57,11 @@ class WorkerSide:
                 if not isinstance(tensor, torch.Tensor):
                     raise CellarError("its state is not one tensor")
                 strides, itemsize = tensor.stride(), tensor.element_size()
-                block_shape(tensor.shape, strides, itemsize, self._num_blocks)
+                shape = block_shape(tensor.shape, strides, itemsize, self._num_blocks)
+                if any(
+                    shape.block_bytes != layers.get(name, shape.block_bytes) for layers in self._layout.groups
+                ):
+                    raise CellarError(f"blocks of {shape.block_bytes} bytes in larger pages")
                 self._layout.layers[name] = (
                     f"{tensor.dtype} {describe(tensor.shape, strides, self._num_blocks)}"
                 )
