@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,17 +33,12 @@ from kvcellar.identity import (
     layout_of,
     make_plan,
 )
-from kvcellar.slab import Bytes, Slab, SlabShape
+from kvcellar.slab import Bytes, Slab, SlabShape, Slot
 from kvcellar.transfer import HostMover, Rows
 from kvcellar.transfer.cuda import CudaMover, Pins
 
 SPARE = 2  # slots that nothing is stored in
 JUNK = 0xA5
-
-
-class Slot(NamedTuple):
-    payload: Bytes
-    header: np.void
 
 
 class Slabs:
@@ -61,7 +55,7 @@ class Slabs:
             self.by_group.append(slab)
 
     def slot(self, group: int, place: int) -> Slot:
-        return Slot(self.by_group[group].slot(place), self.by_group[group].headers[place])
+        return self.by_group[group].at(place)
 
     def bytes(self) -> list[bytes]:
         return [slab.memory.tobytes() for slab in self.by_group]

@@ -33,7 +33,7 @@ from kvcellar.identity import (
     layout_of,
     make_plan,
 )
-from kvcellar.slab import Bytes, Slab, SlabShape
+from kvcellar.slab import Slab, SlabShape, Slot
 from kvcellar.transfer import Rows
 from kvcellar.transfer.cuda import CudaMover
 
@@ -43,11 +43,6 @@ ROUNDS = 5
 DEVICE = torch.device("cuda", 0)
 H2D = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
 D2H = cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
-
-
-class Slot(NamedTuple):
-    payload: Bytes
-    header: np.void
 
 
 class Bed(NamedTuple):
@@ -61,7 +56,7 @@ class Bed(NamedTuple):
     bytes: int
 
     def slot(self, group: int, place: int) -> Slot:
-        return Slot(self.slabs[group].slot(place), self.slabs[group].headers[place])
+        return self.slabs[group].at(place)
 
     def store(self) -> None:
         self.mover.store(self.stores, self.slot, None)
@@ -152,7 +147,7 @@ def bus(bed: Bed, kind: Any, stream: torch.cuda.Stream) -> None:
     for group, slab in enumerate(bed.slabs):
         size = bed.mover.object_bytes(group)
         for number in range(slab.shape.slots):
-            host = slab.slot(number).ctypes.data
+            host = slab.address(number)
             pair = (buffer.data_ptr(), host) if kind is H2D else (host, buffer.data_ptr())
             cudart.cudaMemcpyAsync(*pair, size, kind, stream.cuda_stream)
     stream.synchronize()

@@ -72,6 +72,14 @@ class SlabShape(NamedTuple):
         return self.header_bytes + self.slots * self.slot_bytes
 
 
+class Slot(NamedTuple):
+    """Views of shared memory: a slot's bytes, where they begin, and its record in the slab's headers."""
+
+    payload: Bytes
+    address: int
+    header: np.void
+
+
 class Slab:
     """A mapped slab. Views it hands out stay valid as long as somebody holds them, also after close()."""
 
@@ -86,6 +94,7 @@ class Slab:
             OBJECT_HEADER
         )
         self._slots: Bytes = self._bytes[shape.header_bytes :].reshape(shape.slots, shape.slot_bytes)
+        self._first = self._slots.ctypes.data
 
     @property
     def memory(self) -> memoryview:
@@ -95,6 +104,13 @@ class Slab:
     def slot(self, number: int) -> Bytes:
         view: Bytes = self._slots[number]
         return view
+
+    def address(self, number: int) -> int:
+        """Where a slot begins; to ask its view takes 20 times as long."""
+        return self._first + number * self.shape.slot_bytes
+
+    def at(self, number: int) -> Slot:
+        return Slot(self._slots[number], self.address(number), self.headers[number])
 
     @property
     def extent(self) -> tuple[int, int]:

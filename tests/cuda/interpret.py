@@ -17,13 +17,15 @@ import torch  # noqa: E402
 
 from bench.gpu.check import check  # noqa: E402
 from bench.gpu.geometry import from_json  # noqa: E402
-from kvcellar.transfer.cuda import Pins  # noqa: E402
+from kvcellar.transfer.cuda import Pins, launch  # noqa: E402
 
 
 def main() -> None:
+    emulate.launch_on_streams(launch)
     pins = Pins(torch.device("cpu"))
     for line in sys.stdin:
         case = from_json(json.loads(line))
+        emulate.shuffle(case.seed)
         try:
             check(case, torch.device("cpu"), pins if case.seed % 2 else None)
             answer = "same"

@@ -10,7 +10,7 @@ import pytest
 from kvcellar.errors import DeadlineExceeded
 from kvcellar.identity import layout_of
 from kvcellar.slab import NO_PLACE
-from kvcellar.transfer import HostMover, Rows
+from kvcellar.transfer import HostMover, NoMover, Rows
 from tests.alone import load
 from tests.server.conftest import ServerProcess
 from tests.server.engine import Engine, eventually, kv_of
@@ -31,12 +31,13 @@ class Mover(HostMover):
         self.per_chunk = layout.blocks_per_chunk
         self.memory = np.zeros((_BLOCKS, layer.block_bytes), np.uint8)
         super().__init__(engine.namespace, 0, [[self.memory]])
-        self.goes: list[int] = []  # rows of each
+        self.goes: list[int] = []  # chunks of each
         self.asked, self.may = threading.Event(), threading.Event()
         self.breaks_at = -1
 
     def store(self, rows: Sequence[Rows], slots: Any, after: Any) -> None:
-        self.goes.append(len(rows))
+        [one_group] = rows
+        self.goes.append(len(one_group.keys))
         self.asked.set()
         assert self.may.wait(10)
         if len(self.goes) == self.breaks_at:
@@ -199,3 +200,21 @@ def test_nothing_is_reported_when_nothing_happened(rank: Rank) -> None:
     rank.copier.add([], [rank.job(0)])
     rank.reported(1)
     assert rank.copier.take() is None
+
+
+def test_a_rank_that_cannot_copy_answers_for_everything(rank: Rank) -> None:
+    rank.mover.may.set()
+    rank.copier.add([], [rank.job(0)])
+    rank.reported(1)
+    rank.copier.close()
+    rank.copier = copier.Copier(rank.engine.workers[0], NoMover("out of memory"), None, writes=True)
+    rank.copier.add([], [rank.job(1)])
+    assert rank.reported(1).counts["stores_dropped"] == 1
+    assert rank.is_stored(0)
+    assert not rank.is_stored(1)
+    grant, blocks = rank.engine.lookup(1, seed=0), list(range(rank.mover.per_chunk))
+    copy = jobs.group_copy(rank.engine.namespace, 0, {0: int(grant.places[0][0])}, [blocks], keys(1, 0))
+    rank.copier.add([jobs.Job(2, "request 2", grant.lease, 0, 1, [copy])], [])
+    rank.copier.wait_for_a_load(10.0, 10.0)
+    done = rank.copier.take()
+    assert (done.loads, done.failed, done.bad_blocks) == ({"request 2"}, {"request 2"}, set(blocks))

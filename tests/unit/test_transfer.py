@@ -5,7 +5,7 @@ import json
 import os
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from kvcellar.identity import (
     ParallelStrategy,
     layout_of,
 )
-from kvcellar.slab import HEADER_MAGIC, OBJECT_HEADER, Bytes, Place, Slab, SlabShape
+from kvcellar.slab import HEADER_MAGIC, OBJECT_HEADER, Bytes, Place, Slab, SlabShape, Slot
 from kvcellar.transfer import CHECKSUMS, Digest, HostTransfer, block_memory, digest_maker
 
 SLOTS, NUM_BLOCKS = 4, 24
@@ -51,11 +51,6 @@ def space(sizes: list[int], blocks: int = 3, **changes: Any) -> Namespace:
     )
 
 
-class MappedSlot(NamedTuple):
-    payload: Bytes
-    header: np.void
-
-
 class World:
     """An engine with random KV and a slab of junk."""
 
@@ -70,8 +65,8 @@ class World:
         self.slab = memory_slab(SlabShape(SLOTS, self.layout.slot_bytes))
         self.transfer = HostTransfer(self.namespace, 0, 0, self.layers, threads=threads)
 
-    def slot(self, _group: int, place: Place) -> MappedSlot:
-        return MappedSlot(self.slab.slot(place), self.slab.headers[place])
+    def slot(self, _group: int, place: Place) -> Slot:
+        return self.slab.at(place)
 
     def snapshot(self) -> list[bytes]:
         slots = [self.slab.slot(number).tobytes() for number in range(SLOTS)]
@@ -347,9 +342,9 @@ def test_a_load_that_writes_a_block_twice_is_refused(world: World) -> None:
 
 
 def test_a_slot_that_is_too_small_is_refused(world: World) -> None:
-    def small(group: int, place: Place) -> MappedSlot:
-        payload, header = world.slot(group, place)
-        return MappedSlot(payload[: world.layout.object_bytes - 1], header)
+    def small(group: int, place: Place) -> Slot:
+        slot = world.slot(group, place)
+        return slot._replace(payload=slot.payload[: world.layout.object_bytes - 1])
 
     with pytest.raises(BadRequest, match="expected contiguous uint8, 27588 or more"):
         world.transfer.load(plan([7, 8, 9]), KEYS[:1], small)
@@ -364,10 +359,10 @@ def test_an_empty_plan_copies_nothing(world: World) -> None:
 def test_an_error_on_any_thread_reaches_the_caller() -> None:
     world = World([4096], threads=3)
 
-    def last_is_read_only(group: int, place: Place) -> MappedSlot:
-        payload, header = world.slot(group, place)
-        payload.flags.writeable = place < 3
-        return MappedSlot(payload, header)
+    def last_is_read_only(group: int, place: Place) -> Slot:
+        slot = world.slot(group, place)
+        slot.payload.flags.writeable = place < 3
+        return slot
 
     with world.transfer as transfer, pytest.raises(ValueError, match="read-only"):
         transfer.store(plan([0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]), KEYS, last_is_read_only)

@@ -34,7 +34,7 @@ from kvcellar.identity import (
     layout_of,
     make_plan,
 )
-from kvcellar.slab import Bytes, Place, Slab, SlabShape
+from kvcellar.slab import Bytes, Place, Slab, SlabShape, Slot
 from kvcellar.transfer import HostTransfer
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -51,11 +51,6 @@ ROUNDS, QUICK_ROUNDS = 5, 3
 BlockOrder = Literal["runs", "random"]
 
 
-class _Slot(NamedTuple):
-    payload: Bytes
-    header: np.void
-
-
 class _Setup(NamedTuple):
     """A slab full of objects of one size, and as much engine memory, cut into their blocks."""
 
@@ -68,8 +63,8 @@ class _Setup(NamedTuple):
     loads: CopyPlan
     keys: list[ChunkKey]
 
-    def slot(self, _group: int, place: Place) -> _Slot:
-        return _Slot(self.slab.slot(place), self.slab.headers[place])
+    def slot(self, _group: int, place: Place) -> Slot:
+        return self.slab.at(place)
 
 
 class _Round(NamedTuple):

@@ -2,7 +2,6 @@
 
 from kvcellar.client.admin import AdminClient
 from kvcellar.client.scheduler import Expected, Grant, SchedulerClient
-from kvcellar.client.slabs import Slot
 from kvcellar.client.worker import Slots, WorkerClient
 
-__all__ = ["AdminClient", "Expected", "Grant", "SchedulerClient", "Slot", "Slots", "WorkerClient"]
+__all__ = ["AdminClient", "Expected", "Grant", "SchedulerClient", "Slots", "WorkerClient"]

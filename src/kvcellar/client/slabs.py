@@ -5,14 +5,13 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
-import numpy as np
 
 from kvcellar.errors import Disconnected, Unavailable, from_code
 from kvcellar.identity import NamespaceId
-from kvcellar.slab import Bytes, Place, Slab, SlabShape, rack_of, slot_of
+from kvcellar.slab import Place, Slab, SlabShape, Slot, rack_of, slot_of
 from kvcellar.wire import DESCRIPTOR, PREFIX, encode, receive_with_fd
 from kvcellar.wire import messages as m
 
@@ -20,11 +19,6 @@ _FETCH_S = 2.0
 _ANSWER_BYTES = 4096
 
 _decoder = msgspec.msgpack.Decoder(m.SlabAnswer)
-
-
-class Slot(NamedTuple):
-    payload: Bytes
-    header: np.void
 
 
 class SlabWatcher(Protocol):
@@ -94,7 +88,7 @@ class SlabMap:
         number = slot_of(place)
         if number >= slab.shape.slots:
             raise Unavailable(f"rack {key[1]} of group {group} has no slot {number}")
-        return Slot(slab.slot(number), slab.headers[number])
+        return slab.at(number)
 
 
 def fetch_slab(path: Path, session: str, rank: int, namespace: NamespaceId, group: int, rack: int) -> Slab:

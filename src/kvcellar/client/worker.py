@@ -20,11 +20,11 @@ from pathlib import Path
 
 from kvcellar.client.backoff import keep_trying
 from kvcellar.client.link import Link
-from kvcellar.client.slabs import SlabMap, SlabWatcher, Slot, fetch_slab
+from kvcellar.client.slabs import SlabMap, SlabWatcher, fetch_slab
 from kvcellar.errors import CellarError, Disconnected, Rejected
 from kvcellar.identity import Namespace
 from kvcellar.ledger import LEASE_BITS
-from kvcellar.slab import Place
+from kvcellar.slab import Place, Slot
 from kvcellar.wire import messages as m
 
 log = logging.getLogger(__name__)

@@ -2,8 +2,8 @@
 
 from kvcellar.transfer.checksum import CHECKSUMS, Digest, digest_maker
 from kvcellar.transfer.host import HostTransfer
-from kvcellar.transfer.mover import HostMover, Mover, Rows
-from kvcellar.transfer.slots import Slot, Slots, Stamp
+from kvcellar.transfer.mover import HostMover, Mover, NoMover, Rows
+from kvcellar.transfer.slots import Slots, Stamp
 from kvcellar.transfer.steps import block_memory
 
 __all__ = [
@@ -12,8 +12,8 @@ __all__ = [
     "HostMover",
     "HostTransfer",
     "Mover",
+    "NoMover",
     "Rows",
-    "Slot",
     "Slots",
     "Stamp",
     "block_memory",

@@ -17,9 +17,9 @@ from typing import Self
 
 from kvcellar.errors import BadRequest
 from kvcellar.identity import SKIP, ChunkKey, CopyPlan, Namespace, layout_of
-from kvcellar.slab import Bytes
+from kvcellar.slab import Bytes, Slot
 from kvcellar.transfer.checksum import digest_maker
-from kvcellar.transfer.slots import Slot, Slots, Stamp, check_keys, check_places, find_slots, writable
+from kvcellar.transfer.slots import Slots, Stamp, check_keys, check_places, find_slots, writable
 from kvcellar.transfer.steps import BlockIds, check_blocks, check_layers, check_targets, make_steps
 
 

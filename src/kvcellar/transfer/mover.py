@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from kvcellar.errors import Unavailable
 from kvcellar.identity import ChunkKey, CopyPlan, Namespace
 from kvcellar.slab import Bytes
 from kvcellar.transfer.host import HostTransfer
@@ -51,3 +52,21 @@ class HostMover:
 
     def load(self, rows: Sequence[Rows], slots: Slots, after: Any) -> list[list[int]]:  # noqa: ARG002
         return [self._transfers[plan.group].load(plan, keys, slots) for plan, keys in rows]
+
+
+class NoMover:
+    """For a rank that cannot copy: every call says why, and is answered for as one that failed."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def object_bytes(self, group: int) -> int:  # noqa: ARG002
+        return 0
+
+    def fence(self) -> None:
+        """There is nothing to wait for."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise Unavailable(self._reason)
+
+    store = load = _refuse

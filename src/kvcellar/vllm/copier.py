@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvcellar.client import Slots, WorkerClient
 from kvcellar.errors import CellarError, DeadlineExceeded
 from kvcellar.identity import SKIP, CopyPlan
@@ -137,6 +139,7 @@ class Copier:
                     done.bad_blocks |= bad
                 done.count("load", 1, moved, time.monotonic() - started)
                 done.counts["loads_failed"] += bool(bad)
+            self._client.release(job.lease, job.first, job.stop)  # last: the engine waits for the rest
 
     def _load(self, task: _Task) -> set[int]:
         """Returns the blocks that hold garbage."""
@@ -156,7 +159,6 @@ class Copier:
         except Exception:  # whatever went wrong, vLLM must hear of it and compute
             log.exception("KVCellar: a load broke, computing instead")
             bad = _all_blocks(job)
-        self._client.release(job.lease, job.first, job.stop)
         return bad
 
     # -- stores -----------------------------------------------------------------------------------------
@@ -202,9 +204,9 @@ class Copier:
                 with self._or_dropped([task]):
                     slots = leases.enter_context(self._copying(task))
                     good.append(task)
-            rows = [_rows(copy) for task in good for copy in task.job.copies]
             with self._or_dropped(good):
                 if slots is not None:
+                    rows = _joined([copy for task in good for copy in task.job.copies])
                     # What the engine had launched before the last is all that it had launched before any.
                     self._mover.store(rows, slots, good[-1].after)
         for job in (task.job for task in good):
@@ -232,6 +234,19 @@ class Copier:
 
 def _rows(copy: GroupCopy) -> Rows:
     return Rows(CopyPlan(copy.group, copy.places, copy.blocks), copy.keys)
+
+
+def _joined(copies: list[GroupCopy]) -> list[Rows]:
+    """One for each group: small stores then fill staging buffers together."""
+    rows = []
+    for group in sorted({copy.group for copy in copies}):
+        its = [copy for copy in copies if copy.group == group]
+        places, blocks = (
+            np.concatenate([one.places for one in its]),
+            np.concatenate([one.blocks for one in its]),
+        )
+        rows.append(Rows(CopyPlan(group, places, blocks), [key for one in its for key in one.keys]))
+    return rows
 
 
 def _blocks(copy: GroupCopy, row: int) -> set[int]:

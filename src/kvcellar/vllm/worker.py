@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvcellar.client import WorkerClient
 from kvcellar.errors import BadRequest, CellarError, DeadlineExceeded
 from kvcellar.identity import Namespace, decode_namespace
-from kvcellar.transfer import HostMover, Mover, block_memory
+from kvcellar.transfer import HostMover, Mover, NoMover, block_memory
 from kvcellar.transfer.geometry import block_shape, describe
 from kvcellar.vllm.compat import derive_hash_seed
 from kvcellar.vllm.copier import Copier, Done
@@ -99,8 +99,12 @@ class WorkerSide:
         except ImportError as error:
             self._layout.problem = f"KV in GPU memory needs Triton and cuda-bindings: {error}"
             return
-        self._pins = Pins(device)
-        warm_up(device)
+        try:
+            self._pins = Pins(device)
+            warm_up(device)
+        except Exception as error:
+            log.exception("KVCellar: this GPU's copies cannot be made ready")
+            self._layout.problem = f"copies to and from this GPU: {error}"
 
     def _attach(self) -> WorkerClient:
         return WorkerClient(self._options.socket, self._options.session, self._rank, watcher=self._pins)
@@ -128,11 +132,18 @@ class WorkerSide:
         if self._copier is not None:
             self._copier.close()
             left = self._copier.take()  # vLLM waits for every answer
-        self._namespace = encoded
+            self._copier = None  # and with it its staging memory: there may be no room for twice as much
         namespace = decode_namespace(encoded)
         self._client.register(namespace)
+        mover: Mover
+        try:
+            mover = self._make_mover(namespace)
+        except Exception as error:  # out of memory, say: the engine goes on without
+            log.exception("KVCellar: no more copies by rank %d", self._rank)
+            self._layout.problem = f"rank {self._rank} cannot copy: {error}"
+            mover = NoMover(self._layout.problem)
         writes = namespace.parallel.is_writer(self._rank)
-        self._copier = Copier(self._client, self._make_mover(namespace), left, writes=writes)
+        self._copier, self._namespace = Copier(self._client, mover, left, writes=writes), encoded
 
     def _make_mover(self, namespace: Namespace) -> Mover:
         shard = namespace.parallel.kv_worker_id(self._rank)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvcellar.transfer.cuda import driver
-from kvcellar.transfer.cuda.ring import Run
+from kvcellar.transfer.cuda.ring import Lane, Run
 from kvcellar.transfer.kernels import compiled, move
 
 log = logging.getLogger(__name__)
@@ -39,25 +39,24 @@ class Launch:
         self._rows, self._address = len(table), table.data_ptr()
         self._more = [tensor.data_ptr() for tensor in weights]
 
-    def __call__(
-        self, run: Run, table: int, chunks: range, staging: torch.Tensor, stream: torch.cuda.Stream
-    ) -> None:
+    def __call__(self, run: Run, table: int, chunks: range, lane: Lane) -> None:
         """`chunks`: rows of that table of the run's."""
-        blocks, sums = run.sent.blocks[table], run.sent.sums[table]
-        part = self._part
+        sent, part = run.sent, self._part
+        blocks, sums = sent.blocks[table], sent.sums[table]
         if self._kernel is None:
-            about = (self._table, blocks, chunks, staging, sums, self._weights, part.start, len(part))
-            with torch.cuda.stream(stream):
-                move(*about, **self._how)
+            ids = sent.words[blocks : sent.blocks[table + 1]].view(-1, self._per_chunk)
+            about = (self._table, ids, chunks, lane.words, sent.words[sums:], self._weights)
+            with torch.cuda.stream(lane.stream):
+                move(*about, part.start, len(part), **self._how)
             return
         self._kernel.launch(
             self._rows,
             len(chunks) * self._per_chunk,
-            stream.cuda_stream,
+            lane.raw,
             self._address,
-            blocks.data_ptr(),
-            staging.data_ptr(),
-            sums.data_ptr(),
+            sent.address + 8 * blocks,
+            lane.address,
+            sent.address + 8 * sums,
             *self._more,
             chunks.start,
             self._per_chunk,

@@ -20,7 +20,7 @@ import torch
 
 from kvcellar.errors import BadRequest
 from kvcellar.identity import SKIP, LayoutDesc, Namespace, layout_of
-from kvcellar.slab import Place, slot_of
+from kvcellar.slab import Place, Slot, slot_of
 from kvcellar.transfer import sum64
 from kvcellar.transfer.cuda.launch import Launch
 from kvcellar.transfer.cuda.pins import Pins, slots_locked_together
@@ -28,7 +28,7 @@ from kvcellar.transfer.cuda.ring import BUFFERS, Kernel, Ring, Run, Span
 from kvcellar.transfer.geometry import FEW_PIECES, block_shape
 from kvcellar.transfer.kernels import BYTE, WORD
 from kvcellar.transfer.mover import Rows
-from kvcellar.transfer.slots import Slot, Slots, Stamp, check_keys, check_places, find_slots, writable
+from kvcellar.transfer.slots import Slots, Stamp, check_keys, check_places, find_slots, writable
 from kvcellar.transfer.steps import BlockIds, check_blocks, check_targets
 
 log = logging.getLogger(__name__)
@@ -176,8 +176,8 @@ class CudaMover:
                 stamp = self._groups[part.plan.group].stamp
                 for some, places, launch in self._batches(run, number, part, slots, load=True):
                     keys = part.keys[some.start : some.stop]
-                    promised[number] += map(stamp.promised, (slot.header for slot in places), keys)
                     self._loads.load(*launch)
+                    promised[number] += map(stamp.promised, (slot.header for slot in places), keys)
         return [
             [
                 row
@@ -226,7 +226,7 @@ class CudaMover:
         for first in range(0, len(places), together):
             some = range(first, min(first + together, len(places)))
             found = find_slots(slots, rows.plan.group, places[some.start : some.stop], group.object_bytes)
-            addresses = [slot.payload.ctypes.data for slot in found]
+            addresses = [slot.address for slot in found]
             if self._pins is not None:
                 self._pins.ensure(_pieces(addresses, places[some.start :], group.slot_bytes))
                 self._loads.locked = self._stores.locked = self._pins.all_locked

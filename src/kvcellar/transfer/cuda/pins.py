@@ -49,7 +49,7 @@ class Pins:
         together = slots_locked_together(size)
         for first in range(0, slab.shape.slots, together):
             count = min(together, slab.shape.slots - first)
-            self._pieces[slab.slot(first).ctypes.data] = (count * size, slab)
+            self._pieces[slab.address(first)] = (count * size, slab)
         self._todo.put((True, slab))
 
     def unmapped(self, slab: Slab) -> None:
@@ -75,6 +75,7 @@ class Pins:
                 time.sleep(_PAUSE_S)
             elif not wanted:
                 self._unlock(address)
+                time.sleep(_PAUSE_S)
         if wanted and self._todo.empty() and self.all_locked:
             with self._locking:
                 size = sum(self._pieces[address][0] for address in self._locked)
@@ -93,7 +94,8 @@ class Pins:
             _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(piece[0]), _MADV_POPULATE_WRITE)
             (error,) = cudart.cudaHostRegister(address, piece[0], cudart.cudaHostRegisterPortable)
             if error != cudart.cudaError_t.cudaSuccess:
-                log.warning("KVCellar: copies will be slow, cannot page-lock memory: %s", error.name)
+                if self.all_locked:
+                    log.warning("KVCellar: copies will be slow, cannot page-lock memory: %s", error.name)
                 cudart.cudaGetLastError()  # it would surface in somebody else's call
                 self.all_locked = False
             # Also when it was refused: it would be again.

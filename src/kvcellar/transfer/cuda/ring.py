@@ -11,6 +11,7 @@ Knows nothing of objects: whoever calls says what a kernel does with a buffer.
 
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -32,7 +33,7 @@ BUFFERS = 2
 _PACE = 16
 
 Span = tuple[int, int]  # address and bytes on the host
-Kernel = Callable[[torch.Tensor, torch.cuda.Stream], None]  # what to do with a buffer, on a stream
+Kernel = Callable[["Lane"], None]  # what to do with a buffer, on its stream
 
 
 class Run:
@@ -48,48 +49,55 @@ class Run:
 
 
 class Sent(NamedTuple):
-    """Block tables and sums on the GPU, by part of the call."""
+    """The tables of a run on the GPU, and by part of the call which word is the first of its own."""
 
-    blocks: Sequence[torch.Tensor]
-    sums: Sequence[torch.Tensor]
+    words: torch.Tensor
+    address: int
+    blocks: Sequence[int]  # and the end of the last
+    sums: Sequence[int]  # likewise
 
 
 class _Tables:
     """What the kernels of a run read and add to: all its sums, then all its block ids, here and on the GPU.
 
-    Kept from run to run: allocating page-locked memory takes longer than copying it.
+    Kept from run to run: allocating page-locked memory takes longer than copying it. Addresses, not tensors:
+    slicing those takes ten times as long, and the bus waits for the first kernel.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, lane: "Lane") -> None:
+        self._lane = lane
         self._grow(1 << 14)
 
     def _grow(self, words: int) -> None:
-        self._here = torch.empty(words, dtype=torch.int64, pin_memory=True)
-        self._there = torch.empty(words, dtype=torch.int64, device=self._device)
+        self._pinned = torch.empty(words, dtype=torch.int64, pin_memory=True)
+        with torch.cuda.stream(self._lane.stream):  # memory that nobody else's kernels are working with
+            self._there = torch.empty(words, dtype=torch.int64, device=self._lane.words.device)
+        self._here, self._from, self._to = (
+            self._pinned.numpy(),
+            self._pinned.data_ptr(),
+            self._there.data_ptr(),
+        )
 
     def send(self, tables: Sequence[BlockIds]) -> Sent:
-        """On the current stream."""
-        rows = [len(table) for table in tables]
-        words = sum(rows) + sum(table.size for table in tables)
-        if words > len(self._here):
-            self._grow(1 << (words - 1).bit_length())
-        here = self._here.numpy()[:words]
-        here[: sum(rows)] = 0
-        np.concatenate([table.reshape(-1) for table in tables], out=here[sum(rows) :])
-        there = self._there[:words].copy_(self._here[:words], non_blocking=True)
-        sums, *blocks = there.split([sum(rows), *(table.size for table in tables)])
-        shaped = [part.view(table.shape) for part, table in zip(blocks, tables, strict=True)]
-        return Sent(shaped, sums.split(rows))
+        sums = list(itertools.accumulate(map(len, tables), initial=0))
+        blocks = list(itertools.accumulate((table.size for table in tables), initial=sums[-1]))
+        if blocks[-1] > len(self._here):
+            self._grow(1 << (blocks[-1] - 1).bit_length())
+        self._here[: sums[-1]] = 0
+        for table, (first, end) in zip(tables, itertools.pairwise(blocks), strict=True):
+            self._here[first:end] = table.reshape(-1)
+        if tables:
+            driver.copy_to_gpu(self._to, self._from, 8 * blocks[-1], self._lane.raw, locked=True)
+        return Sent(self._there, self._to, blocks, sums)
 
     def fetch(self, sent: Sent) -> list[sum64.Words]:
-        """The sums, on the current stream: they are here when what is launched now has run."""
-        rows = [len(sums) for sums in sent.sums]
-        self._here[: sum(rows)].copy_(self._there[: sum(rows)], non_blocking=True)
-        return np.split(self._here.numpy()[: sum(rows)].view(np.uint64), np.cumsum(rows)[:-1])
+        """The sums: they are here when what is launched now has run."""
+        if sent.sums[-1]:
+            driver.copy_to_host(self._to, self._from, 8 * sent.sums[-1], self._lane.raw, locked=True)
+        return [self._here[first:end].view(np.uint64) for first, end in itertools.pairwise(sent.sums)]
 
 
-class _Lane:
+class Lane:
     """A buffer, and the stream on which it is filled and emptied."""
 
     def __init__(self, device: torch.device, size: int) -> None:
@@ -109,32 +117,36 @@ class Ring:
         self._rest = rest  # seconds, after an engine's step that a copy had to wait for
         self.locked = True  # whether all host memory is page-locked
         self._device = device
-        self._lanes = [_Lane(device, buffer_bytes) for _ in range(BUFFERS)]
-        self._tables = _Tables(device)
+        self._lanes = [Lane(device, buffer_bytes) for _ in range(BUFFERS)]
+        self._tables = _Tables(self._lanes[0])
         self._sent, self._over, self._done = driver.Event(), driver.Event(), driver.Event()
         self._paces = [driver.Event(), driver.Event()]
         self._calls = 0  # since the last pause
-        self._turn = 0
+        self._turn = 0  # buffers filled in this run
+        self._due: list[tuple[Kernel, Lane]] = []  # whose bytes are on their way
 
     @contextlib.contextmanager
     def running(
         self, tables: Callable[[], Sequence[BlockIds]], after: torch.cuda.Event | None
     ) -> Iterator[Run]:
         """From the first copy to what the kernels have added up. `tables` is asked for when the first kernel
-        is about to be launched: a load's first copy is under way by then. Whatever happens in between,
+        is about to be launched: a load's first copies are under way by then. Whatever happens in between,
         afterwards nothing is.
         """
         driver.enter(self._device)
         first, second = self._lanes
-        with driver.beside_captures(), torch.cuda.stream(first.stream):
+        self._turn = 0
+        with driver.beside_captures():
             if after is not None and not after.query():
                 self._wait_for_the_engine(after)
             run = Run(lambda: self._send(tables()))
             try:
                 yield run
+                self._scatter()
                 self._wait_for(second, first, self._over)
                 run.added = self._tables.fetch(run.sent)
             finally:
+                self._due.clear()
                 self._wait_for(second, first, self._over)
                 self._done.record(first.raw)
                 self._done.synchronize()
@@ -152,7 +164,7 @@ class Ring:
         return sent
 
     @staticmethod
-    def _wait_for(lane: _Lane, waiting: _Lane, by: driver.Event) -> None:
+    def _wait_for(lane: Lane, waiting: Lane, by: driver.Event) -> None:
         by.record(lane.raw)
         by.hold_up(waiting.raw)
 
@@ -162,27 +174,39 @@ class Ring:
         gpu = lane.address
         for host, size in spans:
             driver.copy_to_gpu(gpu, host, size, lane.raw, locked=self.locked)
+            self._pace(lane)
             gpu += size
-        scatter(lane.words, lane.stream)
-        self._pace(lane, len(spans))
+        self._due.append((scatter, lane))
+        # The first kernel takes as long to launch as a buffer to fill: both are on their way before it.
+        if self._turn >= BUFFERS:
+            self._scatter()
+
+    def _scatter(self) -> None:
+        for scatter, lane in self._due:
+            scatter(lane)
+            self._pace(lane)
+        self._due.clear()
 
     def store(self, spans: Sequence[Span], gather: Kernel) -> None:
         """Bytes into a buffer, and out of it to these addresses."""
         lane = self._next()
-        gather(lane.words, lane.stream)
+        gather(lane)
+        self._pace(lane)
         gpu = lane.address
         for host, size in spans:
             driver.copy_to_host(gpu, host, size, lane.raw, locked=self.locked)
+            self._pace(lane)
             gpu += size
-        self._pace(lane, len(spans))
 
-    def _next(self) -> _Lane:
+    def _next(self) -> Lane:
+        """The first is the one that the tables are sent on: right behind its bytes."""
+        lane = self._lanes[self._turn % BUFFERS]
         self._turn += 1
-        return self._lanes[self._turn % BUFFERS]
+        return lane
 
-    def _pace(self, lane: _Lane, copies: int) -> None:
+    def _pace(self, lane: Lane) -> None:
         """Not too far ahead of what is over in this lane."""
-        self._calls += copies + 1
+        self._calls += 1
         if self._calls >= _PACE:
             self._calls = 0
             self._paces[0].record(lane.raw)
