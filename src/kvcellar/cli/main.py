@@ -164,8 +164,9 @@ def doctor(
     kvcellar doctor --tier 'redis://cache:6379?password_file=/etc/kvcellar/redis'
 
     Each is opened as the server would do it, and a few objects of 4 MiB are written, found, read, compared
-    and deleted again; nothing else is touched. A disk must not be in use by a server: `kvcellar status` shows
-    that one. The exit code is 0 if all can be used, 1 if not.
+    and deleted again; nothing else that is stored there is touched. Of a disk the folder is checked, and made
+    if it is not there; the objects go to a folder of their own in it, which is removed again. It must not be
+    in use by a server: `kvcellar status` shows that one. The exit code is 0 if all can be used, 1 if not.
     """
     from kvcellar.cli.doctor import examine, print_findings  # noqa: PLC0415 - rich takes its time
 

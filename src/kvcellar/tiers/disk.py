@@ -266,6 +266,10 @@ class DiskEngine:
 
 
 def open_disk(url: str, options: Mapping[str, str]) -> DiskEngine:
+    return DiskEngine(*parse_disk(url, options))
+
+
+def parse_disk(url: str, options: Mapping[str, str]) -> tuple[Path, int | None]:
     """disk:///path?size=200GiB; `write` is the server's business"""
     path = unquote(url.removeprefix("disk://"))
     if not path.startswith("/"):
@@ -276,7 +280,7 @@ def open_disk(url: str, options: Mapping[str, str]) -> DiskEngine:
         size = parse_bytes(options["size"]) if "size" in options else None
     except ValueError as error:
         raise ConfigError(f"{url}: size: got {options['size']!r}, expected {error}") from None
-    return DiskEngine(Path(path), size)
+    return Path(path), size
 
 
 def _digest(name: str) -> bytes:

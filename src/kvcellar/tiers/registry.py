@@ -35,6 +35,8 @@ BUILT_IN = {
 
 class TierSpec(NamedTuple):
     label: str  # for people: no credentials, no options
+    url: str
+    options: Mapping[str, str]
     open: Callable[[], Engine]
     write_filter: Callable[[], WriteFilter] = WriteEverything
 
@@ -51,7 +53,7 @@ def parse_spec(text: str) -> TierSpec:
     write = options.pop("write", "everything") if scheme == "disk" else "everything"
     if write not in FILTERS:
         raise ConfigError(f"--tier {_label(url)}: write={write!r} is none of {', '.join(FILTERS)}")
-    return TierSpec(_label(url), lambda: factory(url, options), FILTERS[write])
+    return TierSpec(_label(url), url, options, lambda: factory(url, options), FILTERS[write])
 
 
 def _factory(scheme: str) -> Factory:
