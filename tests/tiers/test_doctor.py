@@ -96,6 +96,14 @@ def test_what_is_wrong_is_said(url, problem):
     assert "Traceback" not in found.stderr
 
 
+def test_brackets_are_no_markup(tmp_path):
+    found = doctor("--disk", str(tmp_path / "[" / "y]"), "--tier", "redis://[fd00::1]:1?tll=5")
+    assert f"ok   disk://{tmp_path}/%5B/y%5D: opened" in found.stdout
+    assert "FAIL redis://[fd00::1]:1\n     redis://[fd00::1]:1: unknown option" in found.stdout
+    found = doctor("--tier", f"disk://{tmp_path}/[/x]?size=0")
+    assert f"FAIL disk://{tmp_path}/[/x]\n     disk tier: " in found.stdout
+
+
 def test_nothing_to_examine_is_said():
     found = doctor(KVCELLAR_TIER="")
     assert found.returncode == 2

@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.text import Text
 
 from kvcellar.errors import CellarError, EngineError
 from kvcellar.slab import PAGE
@@ -54,17 +55,18 @@ def print_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
         return
     console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
-        if finding.problem:
-            console.print(f"[red]FAIL[/] {finding.tier}\n     ", end="")
-            console.print(finding.problem, markup=False)
-        elif finding.note:
-            console.print(f"[green]ok[/]   {finding.tier}: {finding.note}")
-        else:
-            console.print(
-                f"[green]ok[/]   {finding.tier}: opened in {finding.open_ms:.0f} ms, one question "
-                f"{finding.exist_ms:.2f} ms, {_SIZE >> 20} MiB objects: write {finding.write_gbps:.2f} GB/s, "
-                f"read {finding.read_gbps:.2f} GB/s"
-            )
+        mark = Text("FAIL ", "red") if finding.problem else Text("ok   ", "green")
+        console.print(mark, Text(_told(finding)), sep="")  # not as markup: URLs have brackets, too
+
+
+def _told(finding: Finding) -> str:
+    if finding.problem:
+        return f"{finding.tier}\n     {finding.problem}"
+    return f"{finding.tier}: " + (
+        finding.note
+        or f"opened in {finding.open_ms:.0f} ms, one question {finding.exist_ms:.2f} ms, "
+        f"{_SIZE >> 20} MiB objects: write {finding.write_gbps:.2f} GB/s, read {finding.read_gbps:.2f} GB/s"
+    )
 
 
 def _plain(finding: Finding) -> dict[str, Any]:

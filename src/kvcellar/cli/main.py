@@ -117,7 +117,7 @@ def clear(
     try:
         admin = AdminClient(settings.socket_path)
     except Unavailable as error:
-        if namespace or not settings.folder_path.exists():
+        if namespace or not _is_there(settings.folder_path):
             raise
         freed = remove_folder(settings.folder_path)
         print(f"{error}; freed {freed >> 20} MiB that an earlier server left in {settings.folder_path}")
@@ -192,6 +192,13 @@ def version() -> None:
 
 def _socket(name: str | None, socket: str | None, config: str | None) -> Path:
     return load_settings({"name": name, "socket": socket}, config).socket_path
+
+
+def _is_there(folder: Path) -> bool:
+    try:
+        return folder.exists()
+    except OSError as error:
+        raise StartupError(f"cannot use {folder}: {error.strerror}; see --folder") from None
 
 
 def _namespace_id(text: str) -> bytes | None:

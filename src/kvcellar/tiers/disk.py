@@ -274,6 +274,8 @@ def parse_disk(url: str, options: Mapping[str, str]) -> tuple[Path, int | None]:
     path = unquote(url.removeprefix("disk://"))
     if not path.startswith("/"):
         raise ConfigError(f"{url}: expected disk:///PATH, with three slashes")
+    if "\0" in path or "\ufffd" in path:  # the latter stands for bytes that are no UTF-8
+        raise ConfigError(f"{url}: expected a path after disk://")
     if unknown := set(options) - {"size"}:
         raise ConfigError(f"{url}: unknown option {min(unknown)!r}; known are size and write")
     try:

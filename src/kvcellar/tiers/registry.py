@@ -42,9 +42,12 @@ class TierSpec(NamedTuple):
 
 
 def parse_spec(text: str) -> TierSpec:
-    """Raises ConfigError if nobody knows the scheme."""
+    """Raises ConfigError if it is no URL, or nobody knows the scheme."""
     url, _, query = text.partition("?")
-    scheme = urlsplit(url).scheme
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError as error:
+        raise ConfigError(f"--tier {_label(url)!r} is no URL: {error}") from None
     if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or "://" not in url:
         raise ConfigError(f"--tier {_label(url)!r}: expected a URL such as disk:///var/cache/kv?size=200GiB")
     options = dict(parse_qsl(query, keep_blank_values=True))
