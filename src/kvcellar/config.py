@@ -192,6 +192,9 @@ def default_socket() -> Path:
 
 
 def _parse(source: str, text: str, parse: Callable[[str], Any]) -> Any:
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        # Paths and URLs are shown in logs and reports, which are UTF-8.
+        raise ConfigError(f"{source}: got {text!r}, expected UTF-8")
     try:
         return parse(text)
     except ValueError as error:

@@ -17,7 +17,8 @@ from kvcellar import __version__
 from kvcellar.cli import main as cli
 from kvcellar.config import HELP, load_settings
 from kvcellar.wire.report import StatusReport
-from tests.server.engine import eventually
+from tests.server.engine import NAMESPACES, eventually
+from tests.support import namespace
 
 
 @pytest.fixture
@@ -67,6 +68,18 @@ def test_status_says_why_engines_of_one_model_do_not_share(server, engine, kvcel
     engine("tp2", session="c")
     _, shown, _ = kvcellar("status", "--socket", server.socket)
     assert "tiny: 3 namespaces, which differ in parallel, tenant\n" in shown
+
+
+def test_status_shows_names_as_they_are(server, engine, kvcellar, monkeypatch):
+    for tenant in ("a", "b"):
+        odd = namespace(checksum="xxh3-64", model="/models/[v1]/:cat:[/b]", tenant=tenant)
+        monkeypatch.setitem(NAMESPACES, tenant, odd)
+        engine(tenant, session=f"[red]{tenant}")
+    code, shown, _ = kvcellar("status", "--socket", server.socket)
+    assert code == 0
+    assert shown.count("│ /models/[v1]/:cat:[/b] │") == 2
+    assert "/models/[v1]/:cat:[/b]: 2 namespaces, which differ in tenant\n" in shown
+    assert "│ [red]b " in shown
 
 
 def test_status_as_json_is_the_servers_report(server, engine, kvcellar):
@@ -141,6 +154,24 @@ def test_without_a_server_every_question_says_so(tmp_path, kvcellar):
     for command in (["status"], ["pin", "00" * 16], ["clear", "--folder", tmp_path / "none"]):
         code, _, said = kvcellar(*command, "--socket", missing)
         assert (code, said) == (2, f"kvcellar: no server on {missing}: No such file or directory\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (["clear", "--folder", "/tmp/" + "x" * 300], "File name too long; see --folder"),
+        (
+            ["bench", "tiers", "--folder", "/nowhere"],
+            "No such file or directory; choose another with --folder",
+        ),
+        (["serve", "--disk", "/\udcff"], r"--disk: got '/\udcff', expected UTF-8"),
+    ],
+)
+def test_a_path_that_cannot_be_is_one_line(command, problem, tmp_path, kvcellar):
+    where = ["--socket", tmp_path / "s"] if command[0] != "bench" else []
+    code, _, said = kvcellar(*command, *where)
+    assert (code, said.count("\n")) == (2, 1)
+    assert problem in said
 
 
 def test_help_mentions_every_flag(kvcellar):
@@ -267,6 +298,7 @@ def test_places_that_cannot_be_used_are_refused_with_advice(tmp_path):
     here = ["--socket", tmp_path / "s", "--folder"]
     assert "choose another with --folder" in refused(*here, tmp_path / "file" / "below", *small)
     assert "choose another with --folder" in refused(*here, "/proc/kvcellar", *small)
+    assert "choose another with --folder" in refused(*here, tmp_path / ("x" * 300))
     assert "Lower --memory" in refused(*here, tmp_path / "shm", "--memory", "100TiB")
     (tmp_path / "open").mkdir(mode=0o755)
     assert "mode 0700; remove it, or choose" in refused(*here, tmp_path / "open", *small)

@@ -3,8 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from kvcellar.cli.doctor import examine
+from kvcellar.tiers.disk import DiskEngine
+from tests.tiers.conformance import buffer, name_of
 
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -30,6 +35,44 @@ def test_each_tier_is_judged_apart(valkey, tmp_path):
     assert "is the server running, and is the port right?" in found.stdout
 
 
+def filled(folder: Path) -> dict[str, bytes]:
+    """A disk of 4 MiB, full of small objects: its files."""
+    engine = DiskEngine(folder, 4 << 20)
+    for number in range(100):
+        engine.write(name_of(number), buffer(64 << 10, seed=number))
+    engine.close()
+    return files(folder)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("size", ["", "?size=4MiB", "?size=1MiB"])
+def test_a_disk_that_is_full_is_well_and_keeps_what_it_has(size, tmp_path):
+    before = filled(tmp_path)
+    (tmp_path / "doctor").mkdir()  # one that was killed left it
+    found = doctor("--json", "--tier", f"disk://{tmp_path}{size}")
+    assert found.returncode == 0, found.stdout
+    assert json.loads(found.stdout)[0]["write_gbps"] > 0
+    assert files(tmp_path) == before
+
+
+def test_a_file_system_that_is_full_is_well_and_not_measured(tmp_path, monkeypatch):
+    before = filled(tmp_path)
+    monkeypatch.setattr("kvcellar.cli.doctor._BESIDE_BYTES", 1 << 60)
+    [found] = examine([f"disk://{tmp_path}"])
+    assert (found.problem, found.note[:13]) == ("", "not measured,")
+    assert files(tmp_path) == before
+
+
+def test_a_disk_is_checked_as_the_server_would(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    found = examine([f"disk://{tmp_path}", f"disk://{tmp_path / 'new'}?size=1000TiB"])
+    assert "choose an empty folder" in found[0].problem
+    assert "lower the size" in found[1].problem
+
+
 def test_tiers_come_from_variables_and_files_as_for_the_server(valkey, tmp_path):
     config = tmp_path / "kvcellar.toml"
     config.write_text(f'tier = ["{valkey.url}", "memory://"]\n')
@@ -51,6 +94,14 @@ def test_what_is_wrong_is_said(url, problem):
     assert found.returncode == 1
     assert problem in found.stdout
     assert "Traceback" not in found.stderr
+
+
+def test_brackets_are_no_markup(tmp_path):
+    found = doctor("--disk", str(tmp_path / "[" / "y]"), "--tier", "redis://[fd00::1]:1?tll=5")
+    assert f"ok   disk://{tmp_path}/%5B/y%5D: opened" in found.stdout
+    assert "FAIL redis://[fd00::1]:1\n     redis://[fd00::1]:1: unknown option" in found.stdout
+    found = doctor("--tier", f"disk://{tmp_path}/[/x]?size=0")
+    assert f"FAIL disk://{tmp_path}/[/x]\n     disk tier: " in found.stdout
 
 
 def test_nothing_to_examine_is_said():

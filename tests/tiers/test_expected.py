@@ -5,7 +5,8 @@ they ask, is held for them, and never more of it than the server can spare.
 import pytest
 
 from kvcellar.client import AdminClient
-from tests.server.engine import Child, eventually
+from kvcellar.wire.messages import MAX_KEYS
+from tests.server.engine import PATIENCE, Child, eventually
 from tests.support import keys
 from tests.tiers.test_serving import check, fill_memory
 
@@ -124,6 +125,16 @@ def test_a_prompt_that_is_larger_than_the_part_gets_its_beginning(cold, engine):
     [group] = cold.server.status().namespaces[0].groups
     eventually(lambda: stripes(cold.server) == group.slots // 4)
     assert one.hit(100) == group.slots // 4
+
+
+def test_the_longest_prompts_are_told_of_in_frames_that_fit(cold, engine):
+    one = engine()
+    prompt = keys(MAX_KEYS)
+    for _ in range(5):  # their keys are 1 MiB each, and a frame has 4
+        one.scheduler.expect(prompt, 1.0)
+    one.scheduler.reserve("store", keys(3, seed=1), None)
+    one.scheduler.flush()
+    assert [(tag, grant.chunks) for tag, grant in one.scheduler.collect(PATIENCE)] == [("store", 3)]
 
 
 def test_a_slow_tier_reads_for_its_time_and_then_for_the_next_in_line(gate, stopped_server, engine):

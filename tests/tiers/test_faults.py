@@ -4,6 +4,7 @@ and recovery without a restart.
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -83,6 +84,15 @@ def test_a_server_with_a_hanging_tier_stops_in_time(gate, stopped_server, engine
     assert one.scheduler.lookup(keys(20), 60.0, 60.0).ticket
     one.store(20, seed=1)
     assert server.stop() == 0  # within the time that `wait` has
+
+
+def test_a_second_sigterm_does_not_wait_for_tiers(gate, stopped_server, engine):
+    server = stopped_server.start(drain_seconds="3600")
+    (gate / "hang").touch()
+    engine().store(20)
+    server.signal(signal.SIGTERM)
+    eventually(lambda: not server.socket.exists())
+    assert server.stop() == 0
 
 
 def test_a_read_that_hangs_keeps_its_place_until_it_ends(gate, stopped_server, engine):

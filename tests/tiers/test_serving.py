@@ -96,6 +96,23 @@ def test_what_the_lookup_holds_counts_once_against_what_one_engine_may_hold(stop
     check(first, brought)
 
 
+def test_nothing_is_read_for_lookups_that_together_hold_more_than_one_engine_may(
+    gate, stopped_server, engine
+):
+    """40 chunks: of three prompts of 30 that are waited for at once, one comes whole and 10 of another."""
+    cold = ColdServer(stopped_server).start(hold_percent="1")
+    one = engine()
+    for seed in range(3):
+        one.store(30, seed)
+    cold.settled()
+    cold.forget()
+    (gate / "stall").touch()
+    grants = [one.scheduler.lookup(keys(30, seed), 60.0, 60.0) for seed in range(3)]
+    (gate / "stall").unlink()
+    assert sorted(one.wait_for(grant).chunks for grant in grants) == [0, 10, 30]
+    assert cold.tier().counts["hits"] == 40
+
+
 def test_a_gap_ends_the_hit(cold, engine, tmp_path):
     first = engine(session="first")
     first.store(6)

@@ -8,6 +8,7 @@ import pytest
 from kvcellar.errors import ConfigError, EngineError
 from kvcellar.tiers.mooncake import open_mooncake
 from kvcellar.tiers.redis import open_redis
+from kvcellar.tiers.registry import parse_spec
 from kvcellar.tiers.remote import Address, Options, addresses
 from kvcellar.tiers.s3 import open_s3
 
@@ -51,6 +52,39 @@ def test_a_secret_is_read_when_it_is_used(tmp_path, monkeypatch):
     file.unlink()
     with pytest.raises(EngineError, match="cannot read"):
         secret.read()
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("redis://[::1", "is no URL: Invalid IPv6 URL"),
+        ("redis://a\u2100b", "is no URL: .* invalid characters"),
+        ("redis://a..b", "'a..b' cannot be the name of a host"),
+        (f"mooncake://{LONG}", "cannot be the name of a host"),
+        (f"redis://h/{LONG.replace('x', '9')}", "the number of a database"),
+        (f"redis://h?ttl={'9' * 5000}", "should be a whole number"),
+        (f"redis://h?password_file=/{LONG}", "File name too long"),
+        (f"rediss://h?ca_file={__file__}", "ca_file=.* should hold certificates in PEM"),
+        (f"rediss://h?cert_file={__file__}", "should hold a certificate and its key"),
+        (f"rediss://h?key_file={__file__}", "should hold a certificate and its key"),
+        (f"s3://bucket?ca_file=/{LONG}", "File name too long"),
+        (f"s3://bucket?ca_file={__file__}", "ca_file=.* should hold certificates in PEM"),
+        ("s3://bucket?endpoint=http://h:99999", "endpoint='http://h:99999': .* should be HOST:PORT"),
+        ("s3://bucket?endpoint=http://[::1", "endpoint=.* should be HOST:PORT"),
+        ("s3://bucket/a//b", "contained empty path segment"),
+        ("disk:///a%00b", "expected a path"),
+        ("disk:///a%FFb", "expected a path"),
+        ("memory://?delay=-1", "delay='-1' should match"),
+        ("memory://?delay=nan", "delay='nan' should match"),
+        ("memory://?dealy=1", "unknown option 'dealy'"),
+    ],
+)
+def test_what_can_never_work_is_said(url, problem):
+    with pytest.raises(ConfigError, match=problem):
+        parse_spec(url).open()
 
 
 @pytest.mark.parametrize(

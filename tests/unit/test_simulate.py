@@ -217,6 +217,14 @@ def test_simulate_draws(kvcellar, chat, tmp_path):
     assert any(word.startswith("s3-fifo, everything") for word in words)
 
 
+def test_any_name_of_a_trace_is_shown_and_drawn(kvcellar, tmp_path):
+    odd = tmp_path / "[v1]:cat:\udcff"
+    odd.write_text(EXAMPLE.replace("1100", "1536"))
+    code, shown, _ = kvcellar("simulate", odd, "--plot", tmp_path / "odd.svg")
+    assert code == 0
+    assert shown.startswith("[v1]:cat:\ufffd: 1 requests")
+
+
 def test_help_names_every_policy_filter_and_kind(kvcellar):
     _, shown, _ = kvcellar("simulate", "--help")
     assert all(name in shown for name in (*POLICIES, *FILTERS))

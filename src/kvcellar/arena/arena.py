@@ -248,9 +248,12 @@ def available_bytes(folder: Path) -> int:
     there.
     """
     existing = folder
-    while not existing.exists():
-        existing = existing.parent
-    status = os.statvfs(existing)
+    try:
+        while not existing.exists():
+            existing = existing.parent
+        status = os.statvfs(existing)
+    except OSError as error:
+        raise StartupError(f"cannot use {folder}: {error.strerror}; choose another with --folder") from None
     left = 0
     with contextlib.suppress(OSError):
         left = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from kvcellar.bench.child import must, running_server
 from kvcellar.bench.engine import CHUNK_TOKENS, Engine, fresh_keys
 from kvcellar.bench.machine import machine, summary
 from kvcellar.bench.raw import raw_clients
+from kvcellar.errors import StartupError
 from kvcellar.identity import BlockHash, ChunkKey, Group, Layer, Namespace, ParallelStrategy
 from kvcellar.slab import PAGE
 from kvcellar.tiers.crate import Crate, CrateShape
@@ -44,7 +46,11 @@ _TOTAL = 512 * MIB
 
 def run_tiers(*, folder: Path, tiers: tuple[str, ...], quick: bool) -> dict[str, Any]:
     total, rounds, objects = (128 * MIB, 2, 50_000) if quick else (_TOTAL, 5, 1_000_000)
-    with tempfile.TemporaryDirectory(prefix=f"kvcellar-bench-{os.getpid()}-", dir=folder) as made:
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix=f"kvcellar-bench-{os.getpid()}-", dir=folder)
+    except OSError as error:
+        raise StartupError(f"cannot use {folder}: {error.strerror}; choose another with --folder") from None
+    with scratch as made:
         place = Path(made)
         urls = [f"disk://{place / 'disk'}?size={4 * total}", *tiers]
         speed = {
@@ -261,7 +267,8 @@ def tiers_table(result: dict[str, Any]) -> Table:
             for kind in ("write", "read"):
                 raw = figures.get(f"raw_{kind}")
                 beside = f" of {raw} GB/s raw ({figures[f'{kind}_of_raw']:.0%})" if raw else ""
-                table.add_row(f"{url} {kind} {size.replace('_mib', ' MiB')}", f"{figures[kind]} GB/s{beside}")
+                what = f"{escape(url)} {kind} {size.replace('_mib', ' MiB')}"
+                table.add_row(what, f"{figures[kind]} GB/s{beside}")
     for name, times in result["lookup"].items():
         table.add_row(f"lookup of 128k tokens, {name}", f"{times['p50_ms']} ms, p99 {times['p99_ms']}")
     index = result["index"]

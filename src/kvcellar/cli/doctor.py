@@ -1,34 +1,44 @@
 """`kvcellar doctor`: is each tier there, how fast is it, and what is wrong with it.
 
 Opens a tier's engine as the server would, and puts objects of its own through it: written, looked for, read,
-compared, deleted. Touches nothing else that is stored there. Knows nothing of servers.
+compared, deleted. Touches nothing else that is stored there: in a disk's own engine, objects that are written
+make others give way, so a disk is measured beside it. Knows nothing of servers.
 """
 
 import json
 import mmap
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.text import Text
 
 from kvcellar.errors import CellarError, EngineError
 from kvcellar.slab import PAGE
+from kvcellar.tiers.disk import DiskEngine, parse_disk
 from kvcellar.tiers.engine import Buffer, Engine
-from kvcellar.tiers.registry import parse_spec
+from kvcellar.tiers.folder import Folder
+from kvcellar.tiers.registry import TierSpec, parse_spec
 
 _SIZE = 4 << 20
 _ROUNDS = 4
+# A folder in the disk's, and so on the same file system. Servers leave it alone.
+_BESIDE, _BESIDE_BYTES = "doctor", 32 << 20
 
 
 class Finding(NamedTuple):
-    """What became of one tier. Times in milliseconds; nothing but the problem if it is not usable."""
+    """What became of one tier. Times in milliseconds; nothing but the problem if it is not usable, nothing
+    but the note if it was not measured.
+    """
 
     tier: str
     problem: str = ""
+    note: str = ""
     open_ms: float = 0.0
     exist_ms: float = 0.0
     write_gbps: float = 0.0
@@ -45,20 +55,25 @@ def print_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
         return
     console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
-        if finding.problem:
-            console.print(f"[red]FAIL[/] {finding.tier}\n     ", end="")
-            console.print(finding.problem, markup=False)
-        else:
-            console.print(
-                f"[green]ok[/]   {finding.tier}: opened in {finding.open_ms:.0f} ms, one question "
-                f"{finding.exist_ms:.2f} ms, {_SIZE >> 20} MiB objects: write {finding.write_gbps:.2f} GB/s, "
-                f"read {finding.read_gbps:.2f} GB/s"
-            )
+        mark = Text("FAIL ", "red") if finding.problem else Text("ok   ", "green")
+        console.print(mark, Text(_told(finding)), sep="")  # not as markup: URLs have brackets, too
+
+
+def _told(finding: Finding) -> str:
+    if finding.problem:
+        return f"{finding.tier}\n     {finding.problem}"
+    return f"{finding.tier}: " + (
+        finding.note
+        or f"opened in {finding.open_ms:.0f} ms, one question {finding.exist_ms:.2f} ms, "
+        f"{_SIZE >> 20} MiB objects: write {finding.write_gbps:.2f} GB/s, read {finding.read_gbps:.2f} GB/s"
+    )
 
 
 def _plain(finding: Finding) -> dict[str, Any]:
     if finding.problem:
         return {"tier": finding.tier, "ok": False, "problem": finding.problem}
+    if finding.note:
+        return {"tier": finding.tier, "ok": True, "note": finding.note}
     return {"tier": finding.tier, "ok": True} | {
         name: round(value, 3) for name, value in finding._asdict().items() if name.endswith(("_ms", "_gbps"))
     }
@@ -70,14 +85,34 @@ def _examine(url: str) -> Finding:
         spec = parse_spec(url)
         label = spec.label
         start = time.perf_counter()
-        engine = spec.open()
-        opened = time.perf_counter() - start
-        try:
-            return _measure(label, opened, engine)
-        finally:
-            engine.close()
+        with _opened(spec) as engine:
+            if engine is None:
+                return Finding(label, note=f"not measured, that takes {_BESIDE_BYTES >> 20} MiB of free disk")
+            return _measure(label, time.perf_counter() - start, engine)
     except CellarError as error:
         return Finding(label, str(error))
+
+
+@contextmanager
+def _opened(spec: TierSpec) -> Iterator[Engine | None]:
+    """None: a disk that a server could use, without room for another beside it."""
+    if not spec.url.startswith("disk:"):
+        with closing(spec.open()) as engine:
+            yield engine
+        return
+    path, size = parse_disk(spec.url, spec.options)
+    with closing(Folder(path)) as folder:
+        folder.check_size(size)
+        beside = path / _BESIDE
+        shutil.rmtree(beside, ignore_errors=True)  # of a doctor that was killed: the folder's lock is ours
+        if shutil.disk_usage(path).free < _BESIDE_BYTES:
+            yield None
+            return
+        try:
+            with closing(DiskEngine(beside, _BESIDE_BYTES)) as engine:
+                yield engine
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
 
 
 def _measure(label: str, opened: float, engine: Engine) -> Finding:
@@ -100,7 +135,7 @@ def _measure(label: str, opened: float, engine: Engine) -> Finding:
     _must(not any(engine.exist(names)), "what was deleted is still there")
     # The best of each: the first pays for connections and fresh memory.
     return Finding(
-        label, "", opened * 1e3, min(exist) * 1e3, _SIZE / min(write) / 1e9, _SIZE / min(read) / 1e9
+        label, "", "", opened * 1e3, min(exist) * 1e3, _SIZE / min(write) / 1e9, _SIZE / min(read) / 1e9
     )
 
 

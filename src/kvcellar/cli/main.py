@@ -117,7 +117,7 @@ def clear(
     try:
         admin = AdminClient(settings.socket_path)
     except Unavailable as error:
-        if namespace or not settings.folder_path.exists():
+        if namespace or not _is_there(settings.folder_path):
             raise
         freed = remove_folder(settings.folder_path)
         print(f"{error}; freed {freed >> 20} MiB that an earlier server left in {settings.folder_path}")
@@ -164,8 +164,9 @@ def doctor(
     kvcellar doctor --tier 'redis://cache:6379?password_file=/etc/kvcellar/redis'
 
     Each is opened as the server would do it, and a few objects of 4 MiB are written, found, read, compared
-    and deleted again; nothing else is touched. A disk must not be in use by a server: `kvcellar status` shows
-    that one. The exit code is 0 if all can be used, 1 if not.
+    and deleted again; nothing else that is stored there is touched. Of a disk the folder is checked, and made
+    if it is not there; the objects go to a folder of their own in it, which is removed again. It must not be
+    in use by a server: `kvcellar status` shows that one. The exit code is 0 if all can be used, 1 if not.
     """
     from kvcellar.cli.doctor import examine, print_findings  # noqa: PLC0415 - rich takes its time
 
@@ -191,6 +192,13 @@ def version() -> None:
 
 def _socket(name: str | None, socket: str | None, config: str | None) -> Path:
     return load_settings({"name": name, "socket": socket}, config).socket_path
+
+
+def _is_there(folder: Path) -> bool:
+    try:
+        return folder.exists()
+    except OSError as error:
+        raise StartupError(f"cannot use {folder}: {error.strerror}; see --folder") from None
 
 
 def _namespace_id(text: str) -> bytes | None:

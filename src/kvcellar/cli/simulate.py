@@ -72,7 +72,7 @@ def simulate(
         return
     from rich.console import Console  # noqa: PLC0415 - heavy
 
-    Console().print(library.simulate_table(result))
+    Console(markup=False, emoji=False).print(library.simulate_table(result))
 
 
 def trace(

@@ -20,7 +20,8 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
         return
-    Console().print(status_view(report))
+    # What engines call themselves, their models and paths is text, whatever it looks like.
+    Console(markup=False, emoji=False).print(status_view(report))
 
 
 def status_view(report: StatusReport) -> Group:

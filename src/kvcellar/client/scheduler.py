@@ -1,7 +1,7 @@
 """The scheduler side of an engine: finds chunks, reserves places, gives back.
 
 A lookup is one round trip in the caller's thread, bounded by its timeout. Everything else is queued and
-leaves in one message at `flush`; what was reserved arrives at a later `collect`. Nothing here ever waits for
+leaves together at `flush`; what was reserved arrives at a later `collect`. Nothing here ever waits for
 a server that is away: without one, or with one that fell silent, a lookup is a miss and a flush drops what it
 asks for; what it gives back is kept for when the same server is there again. A thread watches the connection
 and reconnects in the background, also while nobody asks.
@@ -30,6 +30,7 @@ from kvcellar.client.link import Link
 from kvcellar.errors import BadRequest, CellarError, Disconnected, Unavailable
 from kvcellar.identity import KEY_BYTES, ChunkKey, Namespace
 from kvcellar.ledger import LEASE_BITS
+from kvcellar.wire import MAX_FRAME
 from kvcellar.wire import messages as m
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ log = logging.getLogger(__name__)
 _MAX_KNOWN = 1 << 16
 _CONNECT_S = 2.0
 _FLUSH_S = 0.2
-_MAX_EXPECTED = 16  # in one message: their keys must fit into a frame
+_MAX_EXPECTED = 16  # at one flush: whoever steps an engine waits until they are sent
+_MAX_KEY_BYTES = MAX_FRAME // 2  # in one message; what else is in it takes far less
 _WATCH_MS = 500  # only matters if the connection is closed in the moment in which it starts to be watched
 
 
@@ -218,7 +220,7 @@ class SchedulerClient:
             self._known.pop(lease, None)
 
     def flush(self) -> None:
-        """Send all that is queued in one message. Never waits for a server that is away."""
+        """Send all that is queued, in one message if it fits. Never waits for a server that is away."""
         if not self._queue and not self._expected:
             return
         try:
@@ -235,7 +237,8 @@ class SchedulerClient:
                 del self._expected[expected]
                 expected.is_told = True
             while self._queue:
-                batch, self._queue = self._queue[: m.MAX_OPS], self._queue[m.MAX_OPS :]
+                count = _fitting(self._queue)
+                batch, self._queue = self._queue[:count], self._queue[count:]
                 self._send(link, batch, _FLUSH_S)
         except Unavailable:
             pass  # _give_up has answered for everything that was queued or sent
@@ -436,6 +439,12 @@ class SchedulerClient:
                     self._known.clear()  # another server: it knows none of them
                 self._link = link
                 return
+
+
+def _fitting(queue: Sequence[tuple[m.Operation, Hashable]]) -> int:
+    """How many of these one message can have; at least one, since none has more than MAX_KEYS."""
+    keys = itertools.accumulate(len(getattr(op, "keys", b"")) for op, _ in queue[: m.MAX_OPS])
+    return sum(size <= _MAX_KEY_BYTES for size in keys)
 
 
 def _packed(keys: Sequence[ChunkKey]) -> bytes:

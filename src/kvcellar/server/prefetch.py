@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from typing import NamedTuple
 
 from kvcellar.identity import ChunkKey, NamespaceId, fold_windows, needed_chunks
-from kvcellar.ledger import NO_LEASE, SCHEDULER, Granted, Ledger, Room, Shelf
+from kvcellar.ledger import NO_LEASE, SCHEDULER, Granted, Ledger, Room, Session, Shelf
 from kvcellar.server.fetch import Fetches
 from kvcellar.server.grants import pack_places
 from kvcellar.server.line import Line
@@ -90,7 +90,7 @@ class Prefetch:
         if room is None or not wait_s or self._is_full(member, expected=False):
             return 0, outlook
         goods = self._fetches.objects.goods(room)
-        fits = room.chunks_within(self._ledger.may_hold(member.session, granted.lease), len(keys))
+        fits = self._fitting(room, member.session, granted, len(keys))
         if goods is None or fits <= granted.chunks:
             return 0, outlook
         deadline = time.monotonic() + wait_s
@@ -128,6 +128,13 @@ class Prefetch:
             return room, Outlook(fastest.expected_lead_s, room.chunk_bytes / rate)
         return room, UNKNOWN
 
+    def _fitting(self, room: Room, session: Session, granted: Granted, most: int) -> int:
+        """Chunks that an engine may hold in place of what it was granted, when the lookups for which it waits
+        have all that they were promised.
+        """
+        promised = sum(wait.promised for wait in self.waits.values() if wait.member.session is session)
+        return room.chunks_within(self._ledger.may_hold(session, granted.lease) - promised, most)
+
     def _is_full(self, member: Member, *, expected: bool) -> bool:
         alike = [wait for wait in self.waits.values() if wait.expected == expected]
         of_one = sum(wait.member is member for wait in alike)
@@ -156,7 +163,10 @@ class Prefetch:
     async def _serve(self, wait: Wait) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait.left):
-                await self._bring(wait, await self._plan(wait))
+                needed = await self._plan(wait)
+                shelves = wait.goods.room.shelves
+                wait.promised = sum(shelves[group].stripe_bytes for _, group, _ in needed)
+                await self._bring(wait, needed)
 
     async def _serve_expected(self, wait: Wait, line: Line, wait_s: float) -> None:
         """In its turn bring up what fits, and hold it until the request has asked, or is no more."""
@@ -224,6 +234,9 @@ class Prefetch:
         """
         room = wait.goods.room
         sources = await self._ask(wait)
+        if not wait.expected:  # now it is known what others were promised since it began
+            fits = self._fitting(room, wait.member.session, wait.granted, len(wait.keys))
+            wait.keys = wait.keys[:fits]
         present = [
             [bool(found) for found in (sources.get((group, chunk)) for chunk in range(len(wait.keys)))]
             for group in range(len(room.shelves))

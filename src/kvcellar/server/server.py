@@ -139,8 +139,8 @@ class Server:
         give_up = time.monotonic() + self._settings.drain_seconds
         while self._is_written_to() and time.monotonic() < give_up and not self._hurry:
             await asyncio.sleep(0.02)
-        if self._tiers is not None and not self._hurry:
-            await self._tiers.drain(give_up)
+        if self._tiers is not None:
+            await self._tiers.drain(lambda: self._hurry or time.monotonic() >= give_up)
 
     def _is_written_to(self) -> bool:
         return any(lease.writing for s in self._ledger.sessions.values() for lease in s.leases.values())

@@ -4,7 +4,7 @@ A server without tiers has none of this, and pays nothing for it.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvcellar.arena import Arena
 from kvcellar.ledger import Ledger
@@ -40,9 +40,9 @@ class Tiers:
         """Raises StartupError for settings that cannot work."""
         await asyncio.gather(*(tier.start(_START_S) for tier in self._tiers))
 
-    async def drain(self, until: float) -> None:
-        """Write back what is queued, until then at most."""
-        await self._writeback.drain(until)
+    async def drain(self, is_over: Callable[[], bool]) -> None:
+        """Write back what is queued, unless it is over before."""
+        await self._writeback.drain(is_over)
 
     def _forget(self, memory: memoryview) -> None:
         for tier in self._tiers:

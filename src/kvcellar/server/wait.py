@@ -39,6 +39,7 @@ class Wait:
         self.deadline = deadline  # on the monotonic clock
         self.expected = expected
         self.holds: list[tuple[Shelf, Stripe]] = []
+        self.promised = 0  # bytes that the engine will hold more by it
         self.fetches: set[Fetch] = set()
         self.silent: set[Tier] = set()  # did not answer in time
         self.task: asyncio.Task[None] | None = None

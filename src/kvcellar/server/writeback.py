@@ -7,9 +7,8 @@ protected; only while it is being written does a pin of the server's own keep it
 """
 
 import asyncio
-import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -69,9 +68,9 @@ class WriteBack:
             if outbox.tier in chosen:
                 self._add(outbox, [_Item(goods, group, stripe)])
 
-    async def drain(self, until: float) -> None:
-        """Write what is queued; give up at `until`, on the monotonic clock."""
-        while time.monotonic() < until and any(box.running or box.waiting for box in self.outboxes):
+    async def drain(self, is_over: Callable[[], bool]) -> None:
+        """Write what is queued, unless it is over before."""
+        while not is_over() and any(box.running or box.waiting for box in self.outboxes):
             await asyncio.sleep(0.01)
 
     def _wanted(

@@ -3,6 +3,7 @@
 Reads and checks them, and turns block ids into chunk keys. Knows nothing of caches.
 """
 
+import os
 from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
@@ -63,7 +64,8 @@ def read_trace(path: Path, block_tokens: int) -> Trace:
     ]
     if not requests:
         raise BadRequest(f"{path} holds no requests; each line should read like {EXAMPLE}")
-    return make_trace(path.name, requests, block_tokens)
+    name = os.fsencode(path.name).decode(errors="replace")  # it will be printed and drawn
+    return make_trace(name, requests, block_tokens)
 
 
 def make_trace(name: str, requests: Iterable[Request], block_tokens: int) -> Trace:

@@ -266,17 +266,23 @@ class DiskEngine:
 
 
 def open_disk(url: str, options: Mapping[str, str]) -> DiskEngine:
+    return DiskEngine(*parse_disk(url, options))
+
+
+def parse_disk(url: str, options: Mapping[str, str]) -> tuple[Path, int | None]:
     """disk:///path?size=200GiB; `write` is the server's business"""
     path = unquote(url.removeprefix("disk://"))
     if not path.startswith("/"):
         raise ConfigError(f"{url}: expected disk:///PATH, with three slashes")
+    if "\0" in path or "\ufffd" in path:  # the latter stands for bytes that are no UTF-8
+        raise ConfigError(f"{url}: expected a path after disk://")
     if unknown := set(options) - {"size"}:
         raise ConfigError(f"{url}: unknown option {min(unknown)!r}; known are size and write")
     try:
         size = parse_bytes(options["size"]) if "size" in options else None
     except ValueError as error:
         raise ConfigError(f"{url}: size: got {options['size']!r}, expected {error}") from None
-    return DiskEngine(Path(path), size)
+    return Path(path), size
 
 
 def _digest(name: str) -> bytes:

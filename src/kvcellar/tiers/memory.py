@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvcellar.errors import ConfigError
 from kvcellar.tiers.engine import Buffer, EngineError, Usage
+from kvcellar.tiers.remote import Options
 
 
 class MemoryEngine:
@@ -70,7 +70,7 @@ class MemoryEngine:
 
 def open_memory(url: str, options: Mapping[str, str]) -> MemoryEngine:
     """memory://?delay=SECONDS"""
-    try:
-        return MemoryEngine(float(options.get("delay", 0)))
-    except ValueError:
-        raise ConfigError(f"{url}: delay: got {options['delay']!r}, expected seconds") from None
+    given = Options(url, options)
+    delay = float(given.text("delay", "0", r"\d{1,4}(\.\d+)?"))
+    given.finish()
+    return MemoryEngine(delay)

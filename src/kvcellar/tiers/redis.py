@@ -10,6 +10,7 @@ several nodes. Room is the server's business: `maxmemory`, `maxmemory-policy all
 topology or framing.
 """
 
+import re
 import struct
 import time
 from collections import deque
@@ -31,6 +32,7 @@ _IN_FLIGHT = 3  # parts on their way at once; more did not help
 _SMALL_IN_FLIGHT = 1000  # the same for commands without a value
 _MAX_REDIRECTS = 5
 _SCAN_COUNT = b"1000"
+_CERTIFICATES = ("ca_file", "cert_file", "key_file")
 
 _ENVELOPE = struct.Struct("<4sIQ")  # magic, bytes of a part (0: there are none), bytes of the payload
 _MAGIC = b"KVC1"
@@ -225,14 +227,14 @@ def open_redis(url: str, options: Mapping[str, str]) -> RedisEngine:
     ttl_s = given.whole("ttl", 0, 10 * 366 * 86400)
     prefix = given.text("prefix", "kvcellar:", r"[A-Za-z0-9_:./-]{1,64}")
     username, password = given.text("username"), given.secret("password")
-    files = {name: given.path(name) for name in ("ca_file", "cert_file", "key_file")}
+    is_cluster, is_tls = parts.scheme.endswith("+cluster"), parts.scheme.startswith("rediss")
+    if not is_tls and options.keys() & _CERTIFICATES:
+        raise given.error("certificates need TLS: rediss:// or rediss+cluster://")
+    files = given.certificates(*_CERTIFICATES)
     given.finish()
     database = parts.path.strip("/") or "0"
-    is_cluster, is_tls = parts.scheme.endswith("+cluster"), parts.scheme.startswith("rediss")
-    if not database.isdecimal() or (is_cluster and database != "0"):
+    if not re.fullmatch(r"\d{1,9}", database) or (is_cluster and database != "0"):
         raise given.error("after the port comes the number of a database, and a cluster has none but 0")
-    if not is_tls and any(files.values()):
-        raise given.error("certificates need TLS: rediss:// or rediss+cluster://")
     tls = {
         "ssl_ca_certs": files["ca_file"],
         "ssl_certfile": files["cert_file"],

@@ -35,14 +35,19 @@ BUILT_IN = {
 
 class TierSpec(NamedTuple):
     label: str  # for people: no credentials, no options
+    url: str
+    options: Mapping[str, str]
     open: Callable[[], Engine]
     write_filter: Callable[[], WriteFilter] = WriteEverything
 
 
 def parse_spec(text: str) -> TierSpec:
-    """Raises ConfigError if nobody knows the scheme."""
+    """Raises ConfigError if it is no URL, or nobody knows the scheme."""
     url, _, query = text.partition("?")
-    scheme = urlsplit(url).scheme
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError as error:
+        raise ConfigError(f"--tier {_label(url)!r} is no URL: {error}") from None
     if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or "://" not in url:
         raise ConfigError(f"--tier {_label(url)!r}: expected a URL such as disk:///var/cache/kv?size=200GiB")
     options = dict(parse_qsl(query, keep_blank_values=True))
@@ -51,7 +56,7 @@ def parse_spec(text: str) -> TierSpec:
     write = options.pop("write", "everything") if scheme == "disk" else "everything"
     if write not in FILTERS:
         raise ConfigError(f"--tier {_label(url)}: write={write!r} is none of {', '.join(FILTERS)}")
-    return TierSpec(_label(url), lambda: factory(url, options), FILTERS[write])
+    return TierSpec(_label(url), url, options, lambda: factory(url, options), FILTERS[write])
 
 
 def _factory(scheme: str) -> Factory:

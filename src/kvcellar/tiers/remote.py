@@ -5,6 +5,7 @@ a variable or in a file. Knows nothing of any one engine.
 """
 
 import re
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -54,16 +55,35 @@ class Options:
 
     def whole(self, name: str, default: int, largest: int) -> int:
         text = self.text(name, str(default))
-        if not text.isdecimal() or int(text) > largest:
+        if not re.fullmatch(r"\d{1,12}", text) or int(text) > largest:
             raise self.error(f"{name}={text!r} should be a whole number from 0 to {largest}")
         return int(text)
 
     def path(self, name: str) -> str | None:
         """Of a file that must be there."""
         text = self.text(name)
-        if text and not Path(text).is_file():
-            raise self.error(f"{name}={text!r}: there is no such file")
+        if text and (problem := _unreadable(text)):
+            raise self.error(f"{name}={text!r}: {problem}")
         return text or None
+
+    def certificates(self, *names: str) -> dict[str, str | None]:
+        """Paths: of ca_file, cert_file and key_file, those of them that an engine knows."""
+        files = {name: self.path(name) for name in names}
+        authority, own, key = map(files.get, ("ca_file", "cert_file", "key_file"))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            if authority:
+                context.load_verify_locations(authority)
+        except ssl.SSLError:
+            raise self.error(f"ca_file={authority!r} should hold certificates in PEM") from None
+        try:
+            if own or key:
+                context.load_cert_chain(own or "", key, password="")  # else OpenSSL would ask for one
+        except OSError:
+            raise self.error(
+                "cert_file= and key_file= should hold a certificate and its key, without a password, in PEM"
+            ) from None
+        return files
 
     def secret(self, name: str) -> "Secret | None":
         """From NAME_file or NAME_env."""
@@ -84,6 +104,17 @@ class Options:
 
     def error(self, problem: str) -> ConfigError:
         return ConfigError(f"{self.url}: {problem}")
+
+
+def _unreadable(path: str) -> str:
+    """Why a file cannot be read."""
+    try:
+        if not Path(path).is_file():
+            return "there is no such file"
+        with open(path, "rb"):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 class Secret:
@@ -112,5 +143,9 @@ def addresses(text: str, default_port: int) -> list[Address]:
         match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\s:\[\]]+))(?::(\d{1,5}))?", one)
         if not match or not 0 < int(match[3] or default_port) < 65536:
             raise ConfigError(f"{text!r} should be HOST:PORT, or several with commas between them")
+        try:
+            (match[2] or "").encode("idna")
+        except UnicodeError:
+            raise ConfigError(f"{match[2]!r} cannot be the name of a host") from None
         found.append(Address(match[1] or match[2], int(match[3] or default_port)))
     return found

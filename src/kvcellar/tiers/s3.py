@@ -20,9 +20,9 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
-from kvcellar.errors import EngineError
+from kvcellar.errors import ConfigError, EngineError
 from kvcellar.tiers.engine import Buffer
-from kvcellar.tiers.remote import TIMEOUT_S, Options
+from kvcellar.tiers.remote import TIMEOUT_S, Options, addresses
 
 # HEAD requests at once. S3 has no way to ask for many names; on loopback 8 are as fast as 32, but a bucket
 # that is 20 ms away answers 32 at a time.
@@ -129,11 +129,11 @@ def open_s3(url: str, options: Mapping[str, str]) -> S3Engine:
         raise given.error(
             "after s3:// comes the name of a bucket: 3 to 63 small letters, digits, '.' and '-'"
         )
-    endpoint = given.text("endpoint", "", r"(https?://[^\s/?#@]+/?)?").rstrip("/")
+    endpoint = _endpoint(given)
     region = given.text("region", "us-east-1", r"[a-z0-9-]+")
     timeout_s = given.seconds("timeout", TIMEOUT_S)
     keys = _credentials(given)
-    authority = given.path("ca_file")
+    authority = given.certificates("ca_file")["ca_file"]
     given.finish()
     client: Any = {"timeout": timedelta(seconds=timeout_s), "allow_http": True}
     client["connect_timeout"] = timedelta(seconds=timeout_s / 4)
@@ -141,26 +141,39 @@ def open_s3(url: str, options: Mapping[str, str]) -> S3Engine:
         with open(authority, "rb") as file:
             client["root_certificate"] = file.read()
     place: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
-    store = S3Store(
-        parts.netloc,
-        prefix=parts.path.strip("/") or "kvcellar",
-        region=region,
-        virtual_hosted_style_request=not endpoint,
-        unsigned_payload=True,
-        client_options=client,
-        # Once more at once, for a connection that the server had closed; not after a time-out. The tier does
-        # the rest.
-        retry_config={
-            "max_retries": 1,
-            "retry_timeout": timedelta(seconds=timeout_s / 4),
-            "backoff": _BACKOFF,
-        },
-        **place,
-        **keys,
-    )
+    try:
+        store = S3Store(
+            parts.netloc,
+            prefix=parts.path.strip("/") or "kvcellar",
+            region=region,
+            virtual_hosted_style_request=not endpoint,
+            unsigned_payload=True,
+            client_options=client,
+            # Once more at once, for a connection that the server had closed; not after a time-out. The tier
+            # does the rest.
+            retry_config={
+                "max_retries": 1,
+                "retry_timeout": timedelta(seconds=timeout_s / 4),
+                "backoff": _BACKOFF,
+            },
+            **place,
+            **keys,
+        )
+    except ValueError as error:
+        raise given.error(str(error).partition("\n")[0]) from None
     engine = S3Engine(store, f"s3://{parts.netloc}" + (f" at {endpoint}" if endpoint else ""), timeout_s)
     engine.check()
     return engine
+
+
+def _endpoint(given: Options) -> str:
+    text = given.text("endpoint", "", r"(https?://[A-Za-z0-9_.:\[\]-]+/?)?").rstrip("/")
+    try:
+        if text:  # obstore would panic, where we expect exceptions
+            addresses(text.partition("://")[2], 443)
+    except ConfigError as error:
+        raise given.error(f"endpoint={text!r}: {error}") from None
+    return text
 
 
 _BACKOFF: Any = {
