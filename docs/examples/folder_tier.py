@@ -50,10 +50,8 @@ class FolderEngine:
 
     def list(self) -> Iterator[tuple[str, int]]:
         with self.only_engine_errors():
-            for path in self.path("").iterdir():
-                if not path.name.startswith("draft."):
-                    with suppress(FileNotFoundError):  # deleted meanwhile
-                        yield path.name.replace("_", "/"), path.stat().st_size
+            files = [path for path in self.path("").iterdir() if not path.name.startswith("draft.")]
+            yield from [(path.name.replace("_", "/"), path.stat().st_size) for path in files]
 
     def close(self) -> None:
         self.folder = None
