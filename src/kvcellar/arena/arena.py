@@ -1,10 +1,12 @@
 """The arena: the folder of shared memory that one server owns, within a hard limit of bytes.
 
 Plans racks, keeps account of their bytes, and finds those of an earlier server again. Two servers never share
-a folder (flock), and what is found there is believed only if boot, format, owner and sizes fit; the rest is
-removed. Knows nothing of leases.
+a folder (flock), and what is found there is believed only if boot, format, owner and sizes fit; the rest of
+what is named like ours is removed, and whatever else lies there is left alone. A folder that holds anything
+but no lock is refused: it is never guessed whose files they are. Knows nothing of leases.
 
-    FOLDER/lock                          held while a server lives
+    FOLDER/lock                          held while a server lives; says that the folder is ours
+    FOLDER/roster, roster.draft          the engines that a server knew, see server/members.py
     FOLDER/<namespace id>/namespace      the canonical encoding
     FOLDER/<namespace id>/g0-r3.table    stripe table of rack 3 of group 0
     FOLDER/<namespace id>/g0-r3-s1.slab  its slab for shard 1
@@ -31,6 +33,9 @@ log = logging.getLogger(__name__)
 # Racks start small, so that a young namespace is served at once, and double: a long-lived one has few.
 _FIRST_SHARE, _LARGEST_SHARE = 64, 16  # of the limit
 _FIRST_SLAB, _LARGEST_SLAB = 256 << 20, 1 << 30
+
+_LOCK = "lock"
+_FILES = (_LOCK, "roster", "roster.draft")
 
 
 class RackKey(NamedTuple):
@@ -130,7 +135,7 @@ class Arena:
 
     def adopt(self) -> Iterator[Adopted]:
         """Every believable rack of an earlier server. What cannot be believed is removed and counted."""
-        for folder in sorted(path for path in self.folder.iterdir() if path.is_dir()):
+        for folder in _namespace_folders(self.folder):
             try:
                 namespace = decode_namespace((folder / "namespace").read_bytes())
                 if namespace.id.hex() != folder.name:
@@ -176,12 +181,21 @@ def remove_folder(folder: Path) -> int:
     """Delete what a stopped server left in shared memory; returns the bytes freed."""
     lock = _lock_folder(folder)
     try:
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        freed = sum(path.stat().st_blocks * 512 for path in files)
-        shutil.rmtree(folder)
+        freed = _left_bytes(folder)
+        for path in _namespace_folders(folder):
+            shutil.rmtree(path)
+        for name in _FILES:
+            (folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody keeps files of his own there
+            folder.rmdir()
     finally:
         os.close(lock)
     return freed
+
+
+def _namespace_folders(folder: Path) -> list[Path]:
+    found = (path for path in folder.iterdir() if re.fullmatch("[0-9a-f]{32}", path.name))
+    return sorted(path for path in found if path.is_dir() and not path.is_symlink())
 
 
 def _key(spec: RackSpec) -> RackKey:
@@ -216,12 +230,17 @@ def _lock_folder(folder: Path) -> int:
     """Make the folder ours, and alone ours."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(folder.iterdir()) and not (folder / _LOCK).exists():
+            raise StartupError(
+                f"{folder} holds files and none of KVCellar's; nothing was touched: "
+                "choose another with --folder"
+            )
         status = folder.lstat()
         if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise StartupError(
                 f"{folder} must be a folder of uid {os.geteuid()}, mode 0700; remove it, or choose --folder"
             )
-        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise StartupError(f"cannot use {folder}: {error.strerror}; choose another with --folder") from None
     try:
@@ -251,10 +270,17 @@ def available_bytes(folder: Path) -> int:
     while not existing.exists():
         existing = existing.parent
     status = os.statvfs(existing)
+    return status.f_bavail * status.f_frsize + _left_bytes(folder)
+
+
+def _left_bytes(folder: Path) -> int:
+    """What an earlier server left."""
     left = 0
     with contextlib.suppress(OSError):
-        left = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
-    return status.f_bavail * status.f_frsize + left
+        paths = [folder / name for name in _FILES]
+        paths += [path for found in _namespace_folders(folder) for path in found.rglob("*")]
+        left = sum(path.stat().st_blocks * 512 for path in paths if path.is_file())
+    return left
 
 
 def _check_space(folder: Path, limit: int) -> None:
