@@ -205,6 +205,24 @@ def test_leftovers_of_two_servers_count(tmp_path):
     engine.close()
 
 
+@pytest.mark.parametrize("taken", ["some", "all"])
+def test_without_a_size_everything_is_found_again_whatever_others_took(small_tmpfs, taken):
+    engine = DiskEngine(small_tmpfs / "disk", None)
+    numbers = range(engine.usage().capacity_bytes // MIB)
+    for number in numbers:
+        engine.write(name_of(number), buffer(MIB, seed=number))
+    found = readable(engine, len(numbers), MIB)
+    engine.close()
+    assert len(found) > 40
+    if taken == "some":
+        (small_tmpfs / "other").write_bytes(bytes(20 * MIB))
+    else:
+        fill_up(small_tmpfs)
+    again = scanned(DiskEngine(small_tmpfs / "disk", None))
+    assert readable(again, len(numbers), MIB) == found
+    again.close()
+
+
 @pytest.mark.parametrize("kind", ["data", "index"])
 def test_a_truncated_file_is_a_miss_and_is_cleaned_up(tmp_path, kind):
     engine = DiskEngine(tmp_path, 2 * MIB)

@@ -273,6 +273,13 @@ def available_bytes(folder: Path) -> int:
     return status.f_bavail * status.f_frsize + _left_bytes(folder)
 
 
+def default_limit(folder: Path) -> int:
+    """Half of what is available. What an earlier server left stays within it, however much others took
+    meanwhile.
+    """
+    return max(available_bytes(folder) // 2, _left_bytes(folder))
+
+
 def _left_bytes(folder: Path) -> int:
     """What an earlier server left."""
     left = 0
