@@ -38,6 +38,7 @@ class Steward:
         self.leaving: set[RackKey] = set()
         self.draining = False  # no rack is announced any more: nobody could fetch it
         self.members: Members | None = None  # set once by the server; the two need each other
+        self.unmap: Callable[[RackKey], None] = lambda _: None  # what the server itself maps, for its tiers
 
     def adopt(self) -> int:
         """Take over what an earlier server left; returns the number of stripes found again."""
@@ -183,6 +184,7 @@ class Steward:
         """Somebody left or unmapped something: return what nobody maps any more."""
         assert self.members is not None
         for key in [key for key in self.leaving if not self.members.mapping(key)]:
+            self.unmap(key)
             self._arena.remove(key)
             self.leaving.discard(key)
             self._returned.set()
