@@ -25,7 +25,7 @@ from typing import NamedTuple
 from kvcellar.arena.rack import Rack, RackSpec
 from kvcellar.arena.table import Scan, StripeTable, TableId
 from kvcellar.errors import BadRequest, Corrupt, StartupError
-from kvcellar.identity import Namespace, NamespaceId, decode_namespace, layout_of
+from kvcellar.identity import Namespace, NamespaceId, decode_namespace, slot_bytes
 from kvcellar.slab import MAX_RACKS, MAX_SLOTS_PER_RACK
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Arena:
         """Set bytes aside for one more rack; None at the limit. Follow with `create` and `finish` or
         `cancel`.
         """
-        sizes = _slot_bytes(namespace, group)
+        sizes = slot_bytes(namespace, group)
         mine = [
             key
             for key in (*self.racks, *self._planned)
@@ -154,7 +154,7 @@ class Arena:
             try:
                 table_id = TableId(self._boot, namespace.id, group, number)
                 table = StripeTable.open(path, table_id)
-                spec = RackSpec(folder, table_id, _slot_bytes(namespace, group), table.slots)
+                spec = RackSpec(folder, table_id, slot_bytes(namespace, group), table.slots)
                 if self.used + spec.file_bytes > self.limit:
                     raise Corrupt(f"{path} does not fit into --memory any more")
                 rack = Rack.adopt(spec, table)
@@ -200,12 +200,6 @@ def _namespace_folders(folder: Path) -> list[Path]:
 
 def _key(spec: RackSpec) -> RackKey:
     return RackKey(spec.table_id.namespace, spec.table_id.group, spec.table_id.rack)
-
-
-def _slot_bytes(namespace: Namespace, group: int) -> tuple[int, ...]:
-    return tuple(
-        layout_of(namespace, shard, group).slot_bytes for shard in range(namespace.parallel.kv_world_size)
-    )
 
 
 def _remove(path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvcellar.arena import Arena, RackKey
 from kvcellar.errors import BadRequest
-from kvcellar.identity import ChunkKey, NamespaceId, layout_of
+from kvcellar.identity import ChunkKey, NamespaceId
 from kvcellar.ledger import Room
 from kvcellar.slab import Place, Slab, rack_of, slot_of
 from kvcellar.tiers.engine import Buffer, object_name
@@ -40,10 +40,10 @@ class Goods:
         self.shards = namespace.parallel.kv_world_size
         self._seals: dict[tuple[int, int], Seal] = {}
         self._sizes: dict[tuple[int, int], int] = {}
-        for group in range(len(namespace.groups)):
+        for group, sizes in enumerate(namespace.object_bytes):
             for shard in range(self.shards):
                 self._seals[group, shard] = Seal(namespace, shard, group)
-                self._sizes[group, shard] = layout_of(namespace, shard, group).object_bytes
+                self._sizes[group, shard] = sizes[namespace.parallel.stage_of(shard)]
 
     def seal(self, group: int, shard: int) -> Seal:
         return self._seals[group, shard]

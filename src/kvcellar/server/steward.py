@@ -82,7 +82,7 @@ class Steward:
             return None  # forgotten meanwhile: nobody would know of its memory, or take it back
         shelf = room.shelves[group]
         enough = shelf.free_slots >= max(stripes, shelf.slots // 4)
-        if self.draining or (enough and shelf.slots >= self._headroom(room.namespace)):
+        if self.draining or (enough and shelf.slots >= self._headroom(room)):
             return None
         key = (room.namespace.id, group)
         task = self._growing.get(key)
@@ -98,13 +98,12 @@ class Steward:
         if self._growing.get(key) is task:  # it may have started the next one
             del self._growing[key]
 
-    def _headroom(self, namespace: Namespace) -> int:
+    def _headroom(self, room: Room) -> int:
         """Chunks of its share of all memory: what was granted is made ready before it is needed.
 
         Engines map it, and page-lock it for their GPUs, while they start, and not under their first requests.
         """
-        chunk = sum(stripe_bytes(namespace, group) for group in range(len(namespace.groups)))
-        return self._arena.limit // (max(1, len(self._ledger.rooms)) * chunk)
+        return self._arena.limit // (max(1, len(self._ledger.rooms)) * room.chunk_bytes)
 
     def _start(self, room: Room, group: int, *, may_take: bool) -> asyncio.Task[None] | None:
         spec = self._arena.plan(room.namespace, group)
