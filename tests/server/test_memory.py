@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import shutil
 import signal
 import socket
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -17,7 +19,7 @@ from kvcellar.arena import Arena
 from kvcellar.client.slabs import fetch_slab
 from kvcellar.errors import UnknownNamespace, WrongOwner
 from kvcellar.identity import ParallelStrategy
-from kvcellar.ledger import Ledger
+from kvcellar.ledger import Ledger, Room, Shelf
 from kvcellar.server.members import Members
 from kvcellar.server.steward import Steward
 from kvcellar.wire import DESCRIPTOR, PREFIX, encode, receive_with_fd
@@ -143,30 +145,83 @@ def test_a_reserve_that_waits_for_memory_is_answered_within_its_deadline(small, 
     assert time.monotonic() - start < 0.5
 
 
-# -- who may map a slab
+# -- the steward by itself
 
 
-def test_no_memory_is_made_for_a_namespace_that_was_forgotten(tmp_path):
+class Rig:
+    """A steward with its ledger and its files, without a server."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.ledger, self.arena = Ledger(epoch=1, hold_limit=MIB), Arena(folder, MIB)
+        self.steward = Steward(self.ledger, self.arena, clock)
+        self.steward.members = Members(self.ledger, folder / "roster", self.steward.released)
+
+    async def fill(self, room: Room) -> None:
+        """Make all the memory that there is."""
+        while growth := self.steward.grow(room, 0, MIB):
+            await growth
+
+    async def close(self) -> None:
+        await self.steward.close()
+        self.arena.close()
+
+
+@pytest.fixture
+def alone():
+    """alone(test): runs it with a rig."""
+    folder = Path(tempfile.mkdtemp(prefix="kvcellar-steward-", dir="/dev/shm"))
+
+    def run(test: Callable[[Rig], Awaitable[None]], *clock: Callable[[], float]) -> None:
+        async def live() -> None:
+            rig = Rig(folder, *clock)
+            await test(rig)
+            await rig.close()
+
+        asyncio.run(live())
+
+    yield run
+    shutil.rmtree(folder)
+
+
+def test_no_memory_is_made_for_a_namespace_that_was_forgotten(alone):
     """Its engine left, and another came, just after a tier was asked for more of it."""
 
-    async def live():
-        ledger, arena = Ledger(epoch=1, hold_limit=MIB), Arena(folder, MIB)
-        steward = Steward(ledger, arena, time.monotonic)
-        steward.members = Members(ledger, tmp_path / "roster", steward.released)
-        room = ledger.open_room(ONE)
-        steward.close_rooms()
-        assert steward.grow(room, 0, 1) is None
-        growth = steward.grow(ledger.open_room(ONE), 0, 1)
+    async def test(rig):
+        room = rig.ledger.open_room(ONE)
+        rig.steward.close_rooms()
+        assert rig.steward.grow(room, 0, 1) is None
+        growth = rig.steward.grow(rig.ledger.open_room(ONE), 0, 1)
         assert growth is not None
         await growth
-        await steward.close()
-        arena.close()
 
-    folder = Path(tempfile.mkdtemp(prefix="kvcellar-forgotten-", dir="/dev/shm"))
-    try:
-        asyncio.run(live())
-    finally:
-        shutil.rmtree(folder)
+    alone(test)
+
+
+def test_where_no_rack_can_be_taken_it_is_not_looked_for_at_every_store(alone, monkeypatch):
+    """To look is to look at every stripe; by this clock it takes a second."""
+    looks = 0
+
+    def idle_racks(shelf: Shelf) -> set[int]:
+        nonlocal looks
+        looks += 1
+        return set()
+
+    async def test(rig):
+        rich, poor = rig.ledger.open_room(ONE), rig.ledger.open_room(OTHER)
+        await rig.fill(rich)
+        assert len(rich.shelves[0].tables) > 10
+        while not looks:
+            assert rig.steward.grow(poor, 0, 1) is None
+        assert looks == 1, "once for all racks of a shelf"
+        for _ in range(30):
+            assert rig.steward.grow(poor, 0, 1) is None
+        assert looks < 15
+
+    monkeypatch.setattr(Shelf, "idle_racks", idle_racks)
+    alone(test, itertools.count().__next__)
+
+
+# -- who may map a slab
 
 
 def test_memory_leaves_descriptors_for_connections(stopped_server, raw):

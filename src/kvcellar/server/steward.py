@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 _RETRY_S = 5.0
 # How long the engines that map a rack have to let go of it, before another rack is tried.
 _RETURN_S = 0.5
+# To look for a rack to take is to look at every stripe. Where there is none, the next look comes after so
+# many times as long as this one took, or _RETRY_S, and not at every store.
+_LOOKS_APART = 10
 
 
 class Steward:
@@ -34,6 +37,7 @@ class Steward:
         self._threads = ThreadPoolExecutor(2, "kvcellar-racks")
         self._growing: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._retry_at = 0.0
+        self._look_at = 0.0
         self._returned = asyncio.Event()
         self.leaving: set[RackKey] = set()
         self.draining = False  # no rack is announced any more: nobody could fetch it
@@ -109,7 +113,7 @@ class Steward:
         spec = self._arena.plan(room.namespace, group)
         if spec is not None:
             return asyncio.create_task(self._make_rack(room, group, spec))
-        victim = self._victim(room, group) if may_take else None
+        victim = self._look(room, group) if may_take else None
         if victim is None:
             return None
         # At once: a moment later somebody may use it, or another namespace choose the same one.
@@ -136,6 +140,16 @@ class Steward:
         self._growing.pop((key.namespace, group), None)
         self.grow(room, group, 0)
 
+    def _look(self, room: Room, group: int) -> RackKey | None:
+        began = self._clock()
+        if began < self._look_at:
+            return None
+        victim = self._victim(room, group)
+        if victim is None:
+            ended = self._clock()
+            self._look_at = ended + min(_RETRY_S, _LOOKS_APART * (ended - began))
+        return victim
+
     def _victim(self, room: Room, group: int) -> RackKey | None:
         """A rack to take from a namespace that has more than its share, for one that has less."""
         sizes: dict[bytes, int] = {}
@@ -149,23 +163,19 @@ class Steward:
         for name in sorted(sizes, key=lambda name: (name in used, -sizes[name])):
             if name == room.namespace.id or (name in used and sizes[name] <= share):
                 continue
-            if self._ledger.rooms[NamespaceId(name)].pinned:
+            other = self._ledger.rooms[NamespaceId(name)]
+            if other.pinned:
                 continue
+            idle = [shelf.idle_racks() for shelf in other.shelves]  # what is leaving is on no shelf
             for key in sorted((key for key in self._arena.racks if key.namespace == name), reverse=True):
-                if self._may_be_taken(key):
+                if key.number in idle[key.group] and self._may_be_taken(key):
                     return key
         return None
 
     def _may_be_taken(self, key: RackKey) -> bool:
-        """Nobody uses it, and nobody maps it who has yet to let go of another: a stalled engine costs one
-        rack.
-        """
+        """Nobody maps it who has yet to let go of another: a stalled engine costs one rack."""
         assert self.members is not None
-        shelf = self._ledger.rooms[key.namespace].shelves[key.group]
-        if key in self.leaving or not shelf.is_idle(key.number):
-            return False
-        mapping = self.members.mapping(key)
-        return not any(member.maps & self.leaving for member in mapping)
+        return not any(member.maps & self.leaving for member in self.members.mapping(key))
 
     async def _take_back(self, key: RackKey) -> None:
         assert self.members is not None
