@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvcellar.arena import Arena
+from kvcellar.arena import Arena, Rack
 from kvcellar.client.slabs import fetch_slab
 from kvcellar.errors import UnknownNamespace, WrongOwner
 from kvcellar.identity import ParallelStrategy
@@ -24,7 +25,7 @@ from kvcellar.server.members import Members
 from kvcellar.server.steward import Steward
 from kvcellar.wire import DESCRIPTOR, PREFIX, encode, receive_with_fd
 from kvcellar.wire import messages as m
-from tests.server.engine import NAMESPACES, eventually
+from tests.server.engine import NAMESPACES, PATIENCE, eventually
 from tests.server.raw import hello
 from tests.support import namespace
 
@@ -174,7 +175,8 @@ def alone():
     def run(test: Callable[[Rig], Awaitable[None]], *clock: Callable[[], float]) -> None:
         async def live() -> None:
             rig = Rig(folder, *clock)
-            await test(rig)
+            async with asyncio.timeout(PATIENCE):
+                await test(rig)
             await rig.close()
 
         asyncio.run(live())
@@ -219,6 +221,75 @@ def test_where_no_rack_can_be_taken_it_is_not_looked_for_at_every_store(alone, m
 
     monkeypatch.setattr(Shelf, "idle_racks", idle_racks)
     alone(test, itertools.count().__next__)
+
+
+class Gate:
+    """Whoever comes to it waits until it is open."""
+
+    def __init__(self) -> None:
+        self._reached, self._open = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self._reached.set()
+        assert threading.current_thread() is not threading.main_thread()
+        assert self._open.wait(PATIENCE)
+
+    async def reached(self) -> None:
+        while not self._reached.is_set():
+            await asyncio.sleep(0)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """In the way of every rack that is removed."""
+    gate, remove = Gate(), Rack.remove
+
+    def wait_and_remove(rack: Rack) -> None:
+        gate.wait()
+        remove(rack)
+
+    monkeypatch.setattr(Rack, "remove", wait_and_remove)
+    return gate
+
+
+def test_memory_is_freed_beside_the_event_loop_and_counts_until_it_is(alone, gate):
+    async def test(rig):
+        rich, poor = rig.ledger.open_room(ONE), rig.ledger.open_room(OTHER)
+        await rig.fill(rich)
+        used = rig.arena.used
+        taking = rig.steward.grow(poor, 0, 1)
+        assert taking is not None
+        await gate.reached()
+        assert rig.steward.grow(poor, 0, 1) is taking, "one rack is enough"
+        assert rig.arena.used == used
+        gate.open()
+        await taking
+        assert rig.arena.used < used
+        await rig.steward.grow(poor, 0, 1)
+        assert poor.shelves[0].free_slots
+
+    alone(test)
+
+
+def test_a_server_that_stops_while_memory_is_freed_leaves_its_folder_in_order(alone, gate):
+    async def stop(rig):
+        rich, poor = rig.ledger.open_room(ONE), rig.ledger.open_room(OTHER)
+        await rig.fill(rich)
+        assert rig.steward.grow(poor, 0, 1)
+        await gate.reached()
+        rig.steward.draining = True
+        gate.open()
+
+    async def adopt(rig):
+        rig.steward.adopt()
+        assert rig.arena.refused == 0
+        assert rig.arena.used == sum(path.stat().st_size for path in rig.arena.folder.glob("*/g*"))
+
+    alone(stop)
+    alone(adopt)
 
 
 # -- who may map a slab
