@@ -1,6 +1,7 @@
 """The disk engine: conformance, and what a disk adds: capacity, leftovers, torn files, trouble."""
 
 import contextlib
+import errno
 import os
 import subprocess
 import threading
@@ -263,6 +264,33 @@ def test_a_torn_entry_is_a_miss(tmp_path):
     index.write_bytes(torn)
     again = scanned(DiskEngine(tmp_path, 2 * MIB))
     assert readable(again, 4) == [0, 2, 3]
+    again.close()
+
+
+def test_an_index_that_cannot_be_read_somewhere_costs_the_slots_there(tmp_path, monkeypatch):
+    """Of a crate that is scanned in several pieces."""
+    engine = DiskEngine(tmp_path, 256 * MIB)
+    engine.write(name_of(0), buffer(4096, seed=0))
+    slots = os.stat(tmp_path / "crate-0000.data").st_size // 4096
+    for number in range(1, slots):
+        engine.write(name_of(number), buffer(4096, seed=number))
+    engine.close()
+    pread = os.pread
+
+    def pread_but_for_a_bad_sector(fd: int, count: int, at: int) -> bytes:
+        if count > 4096 and at > PAGE and (at - PAGE) // count == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, count, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", pread_but_for_a_bad_sector)
+        again = scanned(DiskEngine(tmp_path, 256 * MIB))
+    found = readable(again, slots, 4096)
+    assert found == [number for number in range(slots) if not 256 <= number < 512]
+    again.delete([name_of(number) for number in found])
+    for number in range(slots, slots + len(found)):
+        again.write(name_of(number), buffer(4096, seed=number))
+    assert {path.name for path in tmp_path.glob("crate-*")} == {"crate-0000.data", "crate-0000.index"}
     again.close()
 
 

@@ -162,7 +162,7 @@ def crate_data(folder: Path) -> Path:
 def offset_of(folder: Path, chunk: int) -> int:
     """Where the chunk of the first prompt lies in the crate: several are written at once, in any order."""
     crate = Crate.open(folder, 0)
-    slots = {name: slot for slot, name in crate.scan()}
+    slots = {name: slot for slot, name in crate.scan() if name is not None}
     crate.close()
     [slot] = [slot for name, slot in slots.items() if keys(chunk + 1)[chunk].hex() in name]
     return slot * 4096
