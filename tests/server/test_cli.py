@@ -124,6 +124,18 @@ def test_clear_without_a_server_frees_the_memory_it_left(server, engine, kvcella
     assert not server.folder.exists()
 
 
+def test_a_folder_of_somebody_elses_files_is_neither_used_nor_cleared(kvcellar, tmp_path):
+    where = ["--socket", tmp_path / "s", "--folder", tmp_path / "home"]
+    (tmp_path / "home").mkdir(mode=0o700)
+    (tmp_path / "home" / "photos").mkdir()
+    says = f"kvcellar: {tmp_path}/home holds files and none of KVCellar's; nothing was touched: "
+    assert refused(*where, "--memory", "1MiB").startswith(says)
+    code, _, said = kvcellar("clear", *where)
+    assert code == 2
+    assert said.startswith(says)
+    assert [*(tmp_path / "home").rglob("*")] == [tmp_path / "home" / "photos"]
+
+
 def test_clear_does_not_touch_the_folder_of_a_server_on_another_socket(server, kvcellar, tmp_path):
     code, _, said = kvcellar("clear", "--socket", tmp_path / "nobody", "--folder", server.folder)
     assert code == 2

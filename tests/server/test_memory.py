@@ -2,27 +2,30 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from kvcellar.arena import Arena
+from kvcellar.arena import Arena, Rack
 from kvcellar.client.slabs import fetch_slab
 from kvcellar.errors import UnknownNamespace, WrongOwner
 from kvcellar.identity import ParallelStrategy
-from kvcellar.ledger import Ledger
+from kvcellar.ledger import Ledger, Room, Shelf
 from kvcellar.server.members import Members
 from kvcellar.server.steward import Steward
 from kvcellar.wire import DESCRIPTOR, PREFIX, encode, receive_with_fd
 from kvcellar.wire import messages as m
-from tests.server.engine import NAMESPACES, eventually
+from tests.server.engine import NAMESPACES, PATIENCE, eventually
 from tests.server.raw import hello
 from tests.support import namespace
 
@@ -143,30 +146,153 @@ def test_a_reserve_that_waits_for_memory_is_answered_within_its_deadline(small, 
     assert time.monotonic() - start < 0.5
 
 
-# -- who may map a slab
+# -- the steward by itself
 
 
-def test_no_memory_is_made_for_a_namespace_that_was_forgotten(tmp_path):
+class Rig:
+    """A steward with its ledger and its files, without a server."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.ledger, self.arena = Ledger(epoch=1, hold_limit=MIB), Arena(folder, MIB)
+        self.steward = Steward(self.ledger, self.arena, clock)
+        self.steward.members = Members(self.ledger, folder / "roster", self.steward.released)
+
+    async def fill(self, room: Room) -> None:
+        """Make all the memory that there is."""
+        while growth := self.steward.grow(room, 0, MIB):
+            await growth
+
+    async def close(self) -> None:
+        await self.steward.close()
+        self.arena.close()
+
+
+@pytest.fixture
+def alone():
+    """alone(test): runs it with a rig."""
+    folder = Path(tempfile.mkdtemp(prefix="kvcellar-steward-", dir="/dev/shm"))
+
+    def run(test: Callable[[Rig], Awaitable[None]], *clock: Callable[[], float]) -> None:
+        async def live() -> None:
+            rig = Rig(folder, *clock)
+            async with asyncio.timeout(PATIENCE):
+                await test(rig)
+            await rig.close()
+
+        asyncio.run(live())
+
+    yield run
+    shutil.rmtree(folder)
+
+
+def test_no_memory_is_made_for_a_namespace_that_was_forgotten(alone):
     """Its engine left, and another came, just after a tier was asked for more of it."""
 
-    async def live():
-        ledger, arena = Ledger(epoch=1, hold_limit=MIB), Arena(folder, MIB)
-        steward = Steward(ledger, arena, time.monotonic)
-        steward.members = Members(ledger, tmp_path / "roster", steward.released)
-        room = ledger.open_room(ONE)
-        steward.close_rooms()
-        assert steward.grow(room, 0, 1) is None
-        growth = steward.grow(ledger.open_room(ONE), 0, 1)
+    async def test(rig):
+        room = rig.ledger.open_room(ONE)
+        rig.steward.close_rooms()
+        assert rig.steward.grow(room, 0, 1) is None
+        growth = rig.steward.grow(rig.ledger.open_room(ONE), 0, 1)
         assert growth is not None
         await growth
-        await steward.close()
-        arena.close()
 
-    folder = Path(tempfile.mkdtemp(prefix="kvcellar-forgotten-", dir="/dev/shm"))
-    try:
-        asyncio.run(live())
-    finally:
-        shutil.rmtree(folder)
+    alone(test)
+
+
+def test_where_no_rack_can_be_taken_it_is_not_looked_for_at_every_store(alone, monkeypatch):
+    """To look is to look at every stripe; by this clock it takes a second."""
+    looks = 0
+
+    def idle_racks(shelf: Shelf) -> set[int]:
+        nonlocal looks
+        looks += 1
+        return set()
+
+    async def test(rig):
+        rich, poor = rig.ledger.open_room(ONE), rig.ledger.open_room(OTHER)
+        await rig.fill(rich)
+        assert len(rich.shelves[0].tables) > 10
+        while not looks:
+            assert rig.steward.grow(poor, 0, 1) is None
+        assert looks == 1, "once for all racks of a shelf"
+        for _ in range(30):
+            assert rig.steward.grow(poor, 0, 1) is None
+        assert looks < 15
+
+    monkeypatch.setattr(Shelf, "idle_racks", idle_racks)
+    alone(test, itertools.count().__next__)
+
+
+class Gate:
+    """Whoever comes to it waits until it is open."""
+
+    def __init__(self) -> None:
+        self._reached, self._open = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self._reached.set()
+        assert threading.current_thread() is not threading.main_thread()
+        assert self._open.wait(PATIENCE)
+
+    async def reached(self) -> None:
+        while not self._reached.is_set():
+            await asyncio.sleep(0)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """In the way of every rack that is removed."""
+    gate, remove = Gate(), Rack.remove
+
+    def wait_and_remove(rack: Rack) -> None:
+        gate.wait()
+        remove(rack)
+
+    monkeypatch.setattr(Rack, "remove", wait_and_remove)
+    return gate
+
+
+def test_memory_is_freed_beside_the_event_loop_and_counts_until_it_is(alone, gate):
+    async def test(rig):
+        rich, poor = rig.ledger.open_room(ONE), rig.ledger.open_room(OTHER)
+        await rig.fill(rich)
+        used = rig.arena.used
+        taking = rig.steward.grow(poor, 0, 1)
+        assert taking is not None
+        await gate.reached()
+        assert rig.steward.grow(poor, 0, 1) is taking, "one rack is enough"
+        assert rig.arena.used == used
+        gate.open()
+        await taking
+        assert rig.arena.used < used
+        await rig.steward.grow(poor, 0, 1)
+        assert poor.shelves[0].free_slots
+
+    alone(test)
+
+
+def test_a_server_that_stops_while_memory_is_freed_leaves_its_folder_in_order(alone, gate):
+    async def stop(rig):
+        rich, poor = rig.ledger.open_room(ONE), rig.ledger.open_room(OTHER)
+        await rig.fill(rich)
+        assert rig.steward.grow(poor, 0, 1)
+        await gate.reached()
+        rig.steward.draining = True
+        gate.open()
+
+    async def adopt(rig):
+        rig.steward.adopt()
+        assert rig.arena.refused == 0
+        assert rig.arena.used == sum(path.stat().st_size for path in rig.arena.folder.glob("*/g*"))
+
+    alone(stop)
+    alone(adopt)
+
+
+# -- who may map a slab
 
 
 def test_memory_leaves_descriptors_for_connections(stopped_server, raw):

@@ -1,6 +1,7 @@
 """The disk engine: conformance, and what a disk adds: capacity, leftovers, torn files, trouble."""
 
 import contextlib
+import errno
 import os
 import subprocess
 import threading
@@ -205,6 +206,24 @@ def test_leftovers_of_two_servers_count(tmp_path):
     engine.close()
 
 
+@pytest.mark.parametrize("taken", ["some", "all"])
+def test_without_a_size_everything_is_found_again_whatever_others_took(small_tmpfs, taken):
+    engine = DiskEngine(small_tmpfs / "disk", None)
+    numbers = range(engine.usage().capacity_bytes // MIB)
+    for number in numbers:
+        engine.write(name_of(number), buffer(MIB, seed=number))
+    found = readable(engine, len(numbers), MIB)
+    engine.close()
+    assert len(found) > 40
+    if taken == "some":
+        (small_tmpfs / "other").write_bytes(bytes(20 * MIB))
+    else:
+        fill_up(small_tmpfs)
+    again = scanned(DiskEngine(small_tmpfs / "disk", None))
+    assert readable(again, len(numbers), MIB) == found
+    again.close()
+
+
 @pytest.mark.parametrize("kind", ["data", "index"])
 def test_a_truncated_file_is_a_miss_and_is_cleaned_up(tmp_path, kind):
     engine = DiskEngine(tmp_path, 2 * MIB)
@@ -245,6 +264,33 @@ def test_a_torn_entry_is_a_miss(tmp_path):
     index.write_bytes(torn)
     again = scanned(DiskEngine(tmp_path, 2 * MIB))
     assert readable(again, 4) == [0, 2, 3]
+    again.close()
+
+
+def test_an_index_that_cannot_be_read_somewhere_costs_the_slots_there(tmp_path, monkeypatch):
+    """Of a crate that is scanned in several pieces."""
+    engine = DiskEngine(tmp_path, 256 * MIB)
+    engine.write(name_of(0), buffer(4096, seed=0))
+    slots = os.stat(tmp_path / "crate-0000.data").st_size // 4096
+    for number in range(1, slots):
+        engine.write(name_of(number), buffer(4096, seed=number))
+    engine.close()
+    pread = os.pread
+
+    def pread_but_for_a_bad_sector(fd: int, count: int, at: int) -> bytes:
+        if count > 4096 and at > PAGE and (at - PAGE) // count == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, count, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", pread_but_for_a_bad_sector)
+        again = scanned(DiskEngine(tmp_path, 256 * MIB))
+    found = readable(again, slots, 4096)
+    assert found == [number for number in range(slots) if not 256 <= number < 512]
+    again.delete([name_of(number) for number in found])
+    for number in range(slots, slots + len(found)):
+        again.write(name_of(number), buffer(4096, seed=number))
+    assert {path.name for path in tmp_path.glob("crate-*")} == {"crate-0000.data", "crate-0000.index"}
     again.close()
 
 

@@ -172,7 +172,7 @@ def crate_data(folder: Path) -> Path:
 def offset_of(folder: Path, chunk: int) -> int:
     """Where the chunk of the first prompt lies in the crate: several are written at once, in any order."""
     crate = Crate.open(folder, 0)
-    slots = {name: slot for slot, name in crate.scan()}
+    slots = {name: slot for slot, name in crate.scan() if name is not None}
     crate.close()
     [slot] = [slot for name, slot in slots.items() if keys(chunk + 1)[chunk].hex() in name]
     return slot * 4096
@@ -242,6 +242,21 @@ def test_an_object_under_the_name_of_another_is_a_miss(cold, engine, tmp_path):
     cold.forget()
     grant = engine(session="second").bring(10)
     assert grant.chunks == 2
+
+
+def test_without_a_size_all_memory_is_found_again_whatever_others_took(small_tmpfs, stopped_server, engine):
+    stopped_server.folder = small_tmpfs / "memory"
+    del stopped_server.flags["--memory"]
+    server = stopped_server.start()
+    one = engine()
+    one.store(16)
+    eventually(lambda: server.slab_bytes() > 40 << 20)
+    server.kill()
+    racks = {*server.folder.rglob("*.table")}
+    (small_tmpfs / "other").write_bytes(bytes(40 << 20))
+    server.start()
+    assert racks <= {*server.folder.rglob("*.table")}
+    eventually(lambda: one.hit(16) == 16)
 
 
 def test_a_full_disk_is_shown_and_recovers(small_tmpfs, stopped_server, engine):

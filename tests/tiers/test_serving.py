@@ -1,5 +1,7 @@
 """A real server with a disk tier, and engines that compare every byte: write-back, prefetch, restart."""
 
+from pathlib import Path
+
 import pytest
 
 from kvcellar.client import AdminClient
@@ -175,6 +177,22 @@ def test_what_is_brought_into_full_memory_goes_with_its_last_reader(cold, engine
     grant = one.bring(8)
     check(one, grant)
     assert one.hit(8) == 8, "wanted twice: it stays"
+
+
+def test_memory_that_moves_to_another_namespace_is_unmapped(stopped_server, engine):
+    """It is the server that mapped it, for write-back, and pages stay as long as anybody maps them."""
+    cold = ColdServer(stopped_server).start(memory="1MiB", hold_percent="100", tier="memory://")
+    rich = engine("one", session="rich")
+    for seed in range(24):
+        rich.store(16, seed)
+    cold.settled()
+    poor = engine("other", session="poor")
+    eventually(lambda: poor.reserve(8).chunks)  # nothing of it is committed, so nothing more is mapped
+    assert cold.server.status().namespaces[0].groups[0].left_by["returned"] > 0
+    maps = Path(f"/proc/{cold.server.pid}/maps").read_text().splitlines()
+    slabs = [line for line in maps if ".slab" in line]
+    assert slabs
+    assert not [line for line in slabs if line.endswith("(deleted)")]
 
 
 def test_giving_up_leaves_nothing_behind(cold, engine):

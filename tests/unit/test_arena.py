@@ -151,6 +151,7 @@ def test_removed_rack_gives_its_bytes_and_its_number_back(serve, folder):
     arena = serve()
     first, second = grow(arena), grow(arena)
     arena.remove(RackKey(ONE.id, 0, 0))
+    arena.removed(RackKey(ONE.id, 0, 0))
     assert arena.used == second.spec.file_bytes >= file_bytes(folder)
     assert grow(arena).spec.table_id == first.spec.table_id
 
@@ -161,6 +162,7 @@ def test_engine_can_go_on_reading_a_slab_that_was_removed(serve):
     slab = Slab(rack.descriptors[0], rack.spec.shapes[0])
     slab.slot(0)[:] = 7
     arena.remove(RackKey(ONE.id, 0, 0))
+    arena.removed(RackKey(ONE.id, 0, 0))
     assert set(slab.slot(0).tolist()) == {7}
 
 

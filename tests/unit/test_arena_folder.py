@@ -131,6 +131,39 @@ def test_lock_that_is_a_symbolic_link_is_refused(serve, shm, folder):
     assert (shm / "victim").read_text() == "precious"
 
 
+def tree(folder: Path) -> set[Path]:
+    return {folder, *folder.rglob("*")}
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_folder_of_files_that_are_not_ours_is_refused_and_not_touched(serve, folder, mode):
+    (folder / "photos").mkdir(parents=True)
+    (folder / ONE.id.hex()).mkdir()  # not even what is named like ours
+    (folder / "photos" / "cat").write_text("precious")
+    folder.chmod(mode)
+    before = tree(folder)
+    for attempt in (serve, lambda: remove_folder(folder)):
+        with pytest.raises(StartupError, match=r"none of KVCellar's; nothing was touched: .* --folder"):
+            attempt()
+    assert tree(folder) == before
+
+
+def test_what_others_put_into_our_folder_stays(serve, shm, folder):
+    arena = serve()
+    spec = grow(arena).spec
+    kill(arena)
+    (folder / "photos").mkdir()
+    (folder / "photos" / "cat").write_text("precious")
+    (folder / "roster").touch()
+    (folder / ("ab" * 16)).symlink_to(shm)
+    again = serve()
+    assert [found.key.namespace for found in again.adopt()] == [ONE.id]
+    assert again.refused == 0
+    kill(again)
+    assert spec.file_bytes <= remove_folder(folder) < spec.file_bytes + MIB
+    assert tree(folder) == {folder, folder / "photos", folder / "photos" / "cat", folder / ("ab" * 16)}
+
+
 def test_place_where_no_folder_can_be_made_is_refused(serve):
     with pytest.raises(StartupError, match="cannot use /proc/kvcellar/a"):
         serve(MIB, Path("/proc/kvcellar/a"))
@@ -143,8 +176,9 @@ def test_read_only_folder_is_refused(serve, tiny_tmpfs):
 
 
 def test_file_system_without_a_byte_left_is_refused_with_a_sentence(serve, tiny_tmpfs):
+    (tiny_tmpfs / "lock").touch()
     (tiny_tmpfs / "hog").write_bytes(bytes(64 << 10))
-    with pytest.raises(StartupError, match="--folder"):
+    with pytest.raises(StartupError, match=r"No space left on device; .*--folder"):
         serve(4096, tiny_tmpfs)
 
 

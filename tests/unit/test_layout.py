@@ -16,6 +16,7 @@ from kvcellar.identity import (
     ParallelStrategy,
     layout_of,
     make_plan,
+    slot_bytes,
     stripe_bytes,
 )
 
@@ -81,6 +82,24 @@ def test_slots_have_these_sizes_and_a_chunk_takes_their_sum(space, group, slot_b
     shards = range(space.parallel.kv_world_size)
     assert [layout_of(space, shard, group).slot_bytes for shard in shards] == slot_bytes
     assert stripe_bytes(space, group) == sum(slot_bytes)
+
+
+def test_layers_are_added_up_once_however_many_stages_and_shards_there_are():
+    walks = 0
+
+    class Layers(tuple[Layer, ...]):
+        def __iter__(self):
+            nonlocal walks
+            walks += 1
+            return super().__iter__()
+
+    group = Group(16, Layers(Layer(f"layers.{stage}", 256, stage) for stage in range(64)))
+    space = namespace(ParallelStrategy(tp=4, pp=64), group)
+    walks = 0
+    for _ in range(3):
+        assert slot_bytes(space, 0) == (4096,) * 256
+        assert stripe_bytes(space, 0) == 4096 * 256
+    assert walks == 1
 
 
 @pytest.mark.parametrize(

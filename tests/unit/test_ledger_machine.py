@@ -483,7 +483,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.tables_and_free_places_agree_with_the_model()
         for shelf in [shelf for room in self.ledger.rooms.values() for shelf in room.shelves]:
             assert shelf.free_slots + len(shelf) == shelf.slots
-            assert all(shelf.is_idle(number) for number in shelf.tables)
+            assert shelf.idle_racks() == {*shelf.tables}
             assert all(shelf.take(key, None) for key in keys(shelf.slots, "stranger"))
 
 

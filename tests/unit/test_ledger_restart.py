@@ -85,9 +85,9 @@ def test_rack_with_places_in_limbo_is_not_idle(small, table):
     small.reserve([A])
     engine = restarted(table)
     shelf = engine.room.shelves[0]
-    assert not shelf.is_idle(0)
+    assert shelf.idle_racks() == set()
     engine.ledger.set_grace(False)
-    assert shelf.is_idle(0)
+    assert shelf.idle_racks() == {0}
 
 
 def test_in_grace_clear_hides_but_gives_out_no_place_that_an_old_reader_may_have(small, table):

@@ -196,9 +196,9 @@ def test_tables_say_free_writing_and_ready_before_anybody_is_told(small):
 
 def test_rack_in_which_somebody_writes_is_not_idle(small):
     write = small.reserve([A])
-    assert not small.room.shelves[0].is_idle(0)
+    assert small.room.shelves[0].idle_racks() == set()
     small.commit(write)
-    assert small.room.shelves[0].is_idle(0)
+    assert small.room.shelves[0].idle_racks() == {0}
 
 
 def test_places_of_a_second_rack_carry_its_number(small):
@@ -213,9 +213,9 @@ def test_retired_rack_takes_its_stripes_with_it_and_leaves_the_others(small):
     shelf.add_rack(1, MemoryTable(2))
     small.store([B, C], A)
     read = small.lookup([A, B])
-    assert (shelf.is_idle(0), shelf.is_idle(1)) == (False, False)
+    assert shelf.idle_racks() == set()
     small.release(read, 0, 1, 2)
-    assert (shelf.is_idle(0), shelf.is_idle(1)) == (False, True)
+    assert shelf.idle_racks() == {1}
     shelf.retire(1)
     assert (there(small, A, B, C), shelf.slots, shelf.free_slots) == ([True, False, False], 4, 0)
 
@@ -367,9 +367,9 @@ def test_rack_with_a_hidden_stripe_is_not_idle(small):
     small.store([A])
     read = small.lookup([A])
     small.ledger.clear()
-    assert not small.room.shelves[0].is_idle(0)
+    assert small.room.shelves[0].idle_racks() == set()
     small.release(read)
-    assert small.room.shelves[0].is_idle(0)
+    assert small.room.shelves[0].idle_racks() == {0}
 
 
 @pytest.mark.parametrize("act", [Ledger.clear, lambda ledger, name: ledger.set_pinned(name, True)])

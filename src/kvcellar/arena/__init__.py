@@ -1,6 +1,6 @@
 """The arena: shared memory on files. File work only; who may use a slot is the ledger's business."""
 
-from kvcellar.arena.arena import Adopted, Arena, RackKey, available_bytes, remove_folder
+from kvcellar.arena.arena import Adopted, Arena, RackKey, available_bytes, default_limit, remove_folder
 from kvcellar.arena.rack import Rack, RackSpec
 from kvcellar.arena.table import StripeTable, TableId
 
@@ -13,5 +13,6 @@ __all__ = [
     "StripeTable",
     "TableId",
     "available_bytes",
+    "default_limit",
     "remove_folder",
 ]

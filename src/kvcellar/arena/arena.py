@@ -1,10 +1,12 @@
 """The arena: the folder of shared memory that one server owns, within a hard limit of bytes.
 
 Plans racks, keeps account of their bytes, and finds those of an earlier server again. Two servers never share
-a folder (flock), and what is found there is believed only if boot, format, owner and sizes fit; the rest is
-removed. Knows nothing of leases.
+a folder (flock), and what is found there is believed only if boot, format, owner and sizes fit; the rest of
+what is named like ours is removed, and whatever else lies there is left alone. A folder that holds anything
+but no lock is refused: it is never guessed whose files they are. Knows nothing of leases.
 
-    FOLDER/lock                          held while a server lives
+    FOLDER/lock                          held while a server lives; says that the folder is ours
+    FOLDER/roster, roster.draft          the engines that a server knew, see server/members.py
     FOLDER/<namespace id>/namespace      the canonical encoding
     FOLDER/<namespace id>/g0-r3.table    stripe table of rack 3 of group 0
     FOLDER/<namespace id>/g0-r3-s1.slab  its slab for shard 1
@@ -23,7 +25,7 @@ from typing import NamedTuple
 from kvcellar.arena.rack import Rack, RackSpec
 from kvcellar.arena.table import Scan, StripeTable, TableId
 from kvcellar.errors import BadRequest, Corrupt, StartupError
-from kvcellar.identity import Namespace, NamespaceId, decode_namespace, layout_of
+from kvcellar.identity import Namespace, NamespaceId, decode_namespace, slot_bytes
 from kvcellar.slab import MAX_RACKS, MAX_SLOTS_PER_RACK
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,9 @@ log = logging.getLogger(__name__)
 # Racks start small, so that a young namespace is served at once, and double: a long-lived one has few.
 _FIRST_SHARE, _LARGEST_SHARE = 64, 16  # of the limit
 _FIRST_SLAB, _LARGEST_SLAB = 256 << 20, 1 << 30
+
+_LOCK = "lock"
+_FILES = (_LOCK, "roster", "roster.draft")
 
 
 class RackKey(NamedTuple):
@@ -71,7 +76,7 @@ class Arena:
         """Set bytes aside for one more rack; None at the limit. Follow with `create` and `finish` or
         `cancel`.
         """
-        sizes = _slot_bytes(namespace, group)
+        sizes = slot_bytes(namespace, group)
         mine = [
             key
             for key in (*self.racks, *self._planned)
@@ -115,10 +120,15 @@ class Arena:
         self.used -= spec.file_bytes
 
     def remove(self, key: RackKey) -> None:
-        """Return a rack's memory. No engine may map it any more, or its pages stay until it unmaps them."""
-        rack = self.racks.pop(key)
-        rack.remove()
-        self.used -= rack.spec.file_bytes
+        """Return a rack's memory: file work; runs in a thread, about 0.1 s per GiB. Follow with `removed`.
+
+        Nobody may map it any more, or its pages stay until he unmaps them.
+        """
+        self.racks[key].remove()
+
+    def removed(self, key: RackKey) -> None:
+        """Its bytes, and its number, may be planned again."""
+        self.used -= self.racks.pop(key).spec.file_bytes
 
     def _slots(self, stripe: int, largest: int, racks: int) -> int:
         share = min(self.limit // _FIRST_SHARE << min(racks, 16), self.limit // _LARGEST_SHARE)
@@ -130,7 +140,7 @@ class Arena:
 
     def adopt(self) -> Iterator[Adopted]:
         """Every believable rack of an earlier server. What cannot be believed is removed and counted."""
-        for folder in sorted(path for path in self.folder.iterdir() if path.is_dir()):
+        for folder in _namespace_folders(self.folder):
             try:
                 namespace = decode_namespace((folder / "namespace").read_bytes())
                 if namespace.id.hex() != folder.name:
@@ -149,7 +159,7 @@ class Arena:
             try:
                 table_id = TableId(self._boot, namespace.id, group, number)
                 table = StripeTable.open(path, table_id)
-                spec = RackSpec(folder, table_id, _slot_bytes(namespace, group), table.slots)
+                spec = RackSpec(folder, table_id, slot_bytes(namespace, group), table.slots)
                 if self.used + spec.file_bytes > self.limit:
                     raise Corrupt(f"{path} does not fit into --memory any more")
                 rack = Rack.adopt(spec, table)
@@ -176,22 +186,25 @@ def remove_folder(folder: Path) -> int:
     """Delete what a stopped server left in shared memory; returns the bytes freed."""
     lock = _lock_folder(folder)
     try:
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        freed = sum(path.stat().st_blocks * 512 for path in files)
-        shutil.rmtree(folder)
+        freed = _left_bytes(folder)
+        for path in _namespace_folders(folder):
+            shutil.rmtree(path)
+        for name in _FILES:
+            (folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody keeps files of his own there
+            folder.rmdir()
     finally:
         os.close(lock)
     return freed
 
 
+def _namespace_folders(folder: Path) -> list[Path]:
+    found = (path for path in folder.iterdir() if re.fullmatch("[0-9a-f]{32}", path.name))
+    return sorted(path for path in found if path.is_dir() and not path.is_symlink())
+
+
 def _key(spec: RackSpec) -> RackKey:
     return RackKey(spec.table_id.namespace, spec.table_id.group, spec.table_id.rack)
-
-
-def _slot_bytes(namespace: Namespace, group: int) -> tuple[int, ...]:
-    return tuple(
-        layout_of(namespace, shard, group).slot_bytes for shard in range(namespace.parallel.kv_world_size)
-    )
 
 
 def _remove(path: Path) -> None:
@@ -216,12 +229,17 @@ def _lock_folder(folder: Path) -> int:
     """Make the folder ours, and alone ours."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(folder.iterdir()) and not (folder / _LOCK).exists():
+            raise StartupError(
+                f"{folder} holds files and none of KVCellar's; nothing was touched: "
+                "choose another with --folder"
+            )
         status = folder.lstat()
         if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise StartupError(
                 f"{folder} must be a folder of uid {os.geteuid()}, mode 0700; remove it, or choose --folder"
             )
-        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise StartupError(f"cannot use {folder}: {error.strerror}; choose another with --folder") from None
     try:
@@ -254,10 +272,24 @@ def available_bytes(folder: Path) -> int:
         status = os.statvfs(existing)
     except OSError as error:
         raise StartupError(f"cannot use {folder}: {error.strerror}; choose another with --folder") from None
+    return status.f_bavail * status.f_frsize + _left_bytes(folder)
+
+
+def default_limit(folder: Path) -> int:
+    """Half of what is available. What an earlier server left stays within it, however much others took
+    meanwhile.
+    """
+    return max(available_bytes(folder) // 2, _left_bytes(folder))
+
+
+def _left_bytes(folder: Path) -> int:
+    """What an earlier server left."""
     left = 0
     with contextlib.suppress(OSError):
-        left = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
-    return status.f_bavail * status.f_frsize + left
+        paths = [folder / name for name in _FILES]
+        paths += [path for found in _namespace_folders(folder) for path in found.rglob("*")]
+        left = sum(path.stat().st_blocks * 512 for path in paths if path.is_file())
+    return left
 
 
 def _check_space(folder: Path, limit: int) -> None:

@@ -1,6 +1,15 @@
 """Identity: what KV means, how it is divided and laid out. Pure; imports nothing of the server."""
 
-from kvcellar.identity.layout import SKIP, CopyPlan, Fragment, LayoutDesc, layout_of, make_plan, stripe_bytes
+from kvcellar.identity.layout import (
+    SKIP,
+    CopyPlan,
+    Fragment,
+    LayoutDesc,
+    layout_of,
+    make_plan,
+    slot_bytes,
+    stripe_bytes,
+)
 from kvcellar.identity.namespace import (
     ID_BYTES,
     KEY_BYTES,
@@ -48,6 +57,7 @@ __all__ = [
     "make_plan",
     "needed_chunks",
     "plan_load",
+    "slot_bytes",
     "storable_chunks",
     "store_start",
     "stripe_bytes",

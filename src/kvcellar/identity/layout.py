@@ -38,7 +38,7 @@ class LayoutDesc(NamedTuple):
 
     @property
     def slot_bytes(self) -> int:
-        return -(-self.object_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        return _whole_slot(self.object_bytes)
 
     def layer_offsets(self) -> list[int]:
         """Where each layer's run of blocks starts inside the object."""
@@ -58,11 +58,21 @@ def layout_of(namespace: Namespace, shard: int, group: int) -> LayoutDesc:
     return LayoutDesc(layers, namespace.chunk_tokens // spec.block_tokens)
 
 
+def slot_bytes(namespace: Namespace, group: int) -> tuple[int, ...]:
+    """By shard: the slots of one stripe."""
+    if not 0 <= group < len(namespace.groups):
+        raise BadRequest(f"no group {group} in this namespace")
+    per_stage = namespace.parallel.shards_per_stage
+    return tuple(_whole_slot(size) for size in namespace.object_bytes[group] for _ in range(per_stage))
+
+
 def stripe_bytes(namespace: Namespace, group: int) -> int:
     """Memory that one chunk takes in one group, over all shards."""
-    per_stage = namespace.parallel.shards_per_stage
-    firsts = range(0, namespace.parallel.kv_world_size, per_stage)  # the shards of one stage are alike
-    return per_stage * sum(layout_of(namespace, shard, group).slot_bytes for shard in firsts)
+    return sum(slot_bytes(namespace, group))
+
+
+def _whole_slot(object_bytes: int) -> int:
+    return -(-object_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 class Fragment(NamedTuple):

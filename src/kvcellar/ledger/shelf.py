@@ -200,10 +200,12 @@ class Shelf:
         self._free[:0] = [place_of(number, slot) for slot in reversed(range(table.slots)) if slot not in used]
         return len(kept)
 
-    def is_idle(self, number: int) -> bool:
-        """Nothing in this rack is pinned, being written, hidden or in limbo; nobody unknown may use it."""
-        busy = [s.place for s in self._index.values() if s.pins or not s.ready] + self._limbo
-        return not (self._hidden or self._guarded) and all(rack_of(place) != number for place in busy)
+    def idle_racks(self) -> set[int]:
+        """In these nothing is pinned, being written, hidden or in limbo; nobody unknown may use them."""
+        if self._hidden or self._guarded:
+            return set()
+        busy = {rack_of(stripe.place) for stripe in self._index.values() if stripe.pins or not stripe.ready}
+        return self.tables.keys() - busy - {rack_of(place) for place in self._limbo}
 
     def retire(self, number: int) -> None:
         """Give up a rack and all it holds; it must be idle."""

@@ -1,7 +1,8 @@
 """Stripes as tiers see them: named objects, one per shard, with their bytes in slabs that the server maps.
 
 The server maps a slab only when a tier reads or writes in it. Whoever asks for a buffer holds the stripe (a
-pin, or the place it is being written to), so the rack cannot be taken back meanwhile.
+pin, or the place it is being written to), so the rack cannot be taken back meanwhile. When it is, the server
+unmaps it like everybody else, or its memory would go to nobody.
 """
 
 import logging
@@ -10,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcellar.arena import Arena, Rack, RackKey
+from kvcellar.arena import Arena, RackKey
 from kvcellar.errors import BadRequest
-from kvcellar.identity import ChunkKey, NamespaceId, layout_of
+from kvcellar.identity import ChunkKey, NamespaceId
 from kvcellar.ledger import Room
 from kvcellar.slab import Place, Slab, rack_of, slot_of
 from kvcellar.tiers.engine import Buffer, object_name
@@ -39,10 +40,10 @@ class Goods:
         self.shards = namespace.parallel.kv_world_size
         self._seals: dict[tuple[int, int], Seal] = {}
         self._sizes: dict[tuple[int, int], int] = {}
-        for group in range(len(namespace.groups)):
+        for group, sizes in enumerate(namespace.object_bytes):
             for shard in range(self.shards):
                 self._seals[group, shard] = Seal(namespace, shard, group)
-                self._sizes[group, shard] = layout_of(namespace, shard, group).object_bytes
+                self._sizes[group, shard] = sizes[namespace.parallel.stage_of(shard)]
 
     def seal(self, group: int, shard: int) -> Seal:
         return self._seals[group, shard]
@@ -60,7 +61,7 @@ class Objects:
         self._arena = arena
         self._unmapped = unmapped  # is told of memory that no buffer will be cut from again
         self._goods: dict[Room, Goods | None] = {}
-        self._slabs: dict[tuple[RackKey, int], tuple[Rack, Slab]] = {}
+        self._slabs: dict[tuple[RackKey, int], Slab] = {}
 
     def goods(self, room: Room) -> Goods | None:
         """None: objects of this namespace cannot be verified here, so they do not leave memory."""
@@ -85,20 +86,15 @@ class Objects:
         ]
 
     def _buffer(self, goods: Goods, group: int, shard: int, place: Place) -> Buffer:
-        key = RackKey(goods.namespace_id, group, rack_of(place))
-        rack = self._arena.racks[key]
-        known = self._slabs.get((key, shard))
-        if known is None or known[0] is not rack:  # numbers of racks are used again
-            self._forget_gone()
-            known = rack, Slab(rack.descriptors[shard], rack.spec.shapes[shard])
-            self._slabs[key, shard] = known
-        slab, slot = known[1], slot_of(place)
+        key, slot = RackKey(goods.namespace_id, group, rack_of(place)), slot_of(place)
+        slab = self._slabs.get((key, shard))
+        if slab is None:
+            rack = self._arena.racks[key]
+            slab = self._slabs[key, shard] = Slab(rack.descriptors[shard], rack.spec.shapes[shard])
         header = slab.headers[slot : slot + 1].view(np.uint8)
         return Buffer(header.data, slab.slot(slot).data, goods.size(group, shard), slab.memory)
 
-    def _forget_gone(self) -> None:
-        racks = self._arena.racks
-        for at, (rack, slab) in list(self._slabs.items()):
-            if racks.get(at[0]) is not rack:
-                del self._slabs[at]
-                self._unmapped(slab.memory)
+    def forget(self, key: RackKey) -> None:
+        """The rack is being returned; its number may come again."""
+        for at in [at for at in self._slabs if at[0] == key]:
+            self._unmapped(self._slabs.pop(at).memory)

@@ -14,7 +14,7 @@ import msgspec
 
 from kvcellar.arena import RackKey
 from kvcellar.errors import BadRequest, Draining, Forbidden, NotAttached, UnknownNamespace
-from kvcellar.identity import ChunkKey, Namespace, NamespaceId, layout_of
+from kvcellar.identity import ChunkKey, NamespaceId, slot_bytes
 from kvcellar.ledger import NO_LEASE, LeaseId, Ledger
 from kvcellar.ledger import Granted as Grant
 from kvcellar.server.grants import pack_places
@@ -99,7 +99,7 @@ class Operations:
         room = self._ledger.register(member.session, member.rank, namespace)
         for group in range(len(namespace.groups)):
             self._steward.grow(room, group, 1)
-        sizes = tuple(_slot_bytes(namespace, group) for group in range(len(namespace.groups)))
+        sizes = tuple(slot_bytes(namespace, group) for group in range(len(namespace.groups)))
         racks = tuple((group, rack) for group, shelf in enumerate(room.shelves) for rack in shelf.tables)
         return m.Registered(namespace.id, namespace.chunk_tokens, sizes, racks)
 
@@ -210,11 +210,3 @@ class Operations:
     def _refuse_when_draining(self) -> None:
         if self.draining:
             raise Draining("the server is shutting down")
-
-
-def _slot_bytes(namespace: Namespace, group: int) -> tuple[int, ...]:
-    """By shard. Those of one pipeline stage are alike, and there may be a thousand of them."""
-    per_stage = namespace.parallel.shards_per_stage
-    firsts = range(0, namespace.parallel.kv_world_size, per_stage)
-    sizes = (layout_of(namespace, shard, group).slot_bytes for shard in firsts)
-    return tuple(size for size in sizes for _ in range(per_stage))

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from kvcellar import __version__
-from kvcellar.arena import Arena, available_bytes
+from kvcellar.arena import Arena, default_limit
 from kvcellar.config import Settings
 from kvcellar.errors import CellarError, Draining, Forbidden, StartupError
 from kvcellar.ledger import EPOCH_BITS, Ledger
@@ -48,7 +48,7 @@ class Server:
         self._hurry = False
         self._opening: set[asyncio.Task[None]] = set()
         self._connections: set[Connection] = set()
-        memory = settings.memory or available_bytes(settings.folder_path) // 2
+        memory = settings.memory or default_limit(settings.folder_path)
         self._arena = Arena(settings.folder_path, memory)
         self._ledger = Ledger(
             epoch=secrets.randbelow((1 << EPOCH_BITS) - 1) + 1,

@@ -1,7 +1,8 @@
 """The steward: makes racks ahead of need, and takes them back when another namespace has none.
 
-Growing comes before evicting, and never on the event loop: making a rack allocates every page of it. Taking a
-rack back first empties it, then asks every worker that maps it to let go, and only then returns its memory.
+Growing comes before evicting, and never on the event loop: making a rack allocates every page of it, and
+returning it frees them. Taking a rack back first empties it, then asks every worker that maps it to let go,
+and only then returns its memory.
 """
 
 import asyncio
@@ -24,6 +25,9 @@ log = logging.getLogger(__name__)
 _RETRY_S = 5.0
 # How long the engines that map a rack have to let go of it, before another rack is tried.
 _RETURN_S = 0.5
+# To look for a rack to take is to look at every stripe. Where there is none, the next look comes after so
+# many times as long as this one took, or _RETRY_S, and not at every store.
+_LOOKS_APART = 10
 
 
 class Steward:
@@ -34,10 +38,13 @@ class Steward:
         self._threads = ThreadPoolExecutor(2, "kvcellar-racks")
         self._growing: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._retry_at = 0.0
-        self._returned = asyncio.Event()
-        self.leaving: set[RackKey] = set()
+        self._look_at = 0.0
+        self._let_go = asyncio.Event()  # by the last that mapped a rack
+        self.leaving: set[RackKey] = set()  # until their memory has been returned
+        self._returning: dict[RackKey, asyncio.Task[None]] = {}  # those of them that nobody maps any more
         self.draining = False  # no rack is announced any more: nobody could fetch it
         self.members: Members | None = None  # set once by the server; the two need each other
+        self.unmap: Callable[[RackKey], None] = lambda _: None  # what the server itself maps, for its tiers
 
     def adopt(self) -> int:
         """Take over what an earlier server left; returns the number of stripes found again."""
@@ -81,7 +88,7 @@ class Steward:
             return None  # forgotten meanwhile: nobody would know of its memory, or take it back
         shelf = room.shelves[group]
         enough = shelf.free_slots >= max(stripes, shelf.slots // 4)
-        if self.draining or (enough and shelf.slots >= self._headroom(room.namespace)):
+        if self.draining or (enough and shelf.slots >= self._headroom(room)):
             return None
         key = (room.namespace.id, group)
         task = self._growing.get(key)
@@ -97,13 +104,12 @@ class Steward:
         if self._growing.get(key) is task:  # it may have started the next one
             del self._growing[key]
 
-    def _headroom(self, namespace: Namespace) -> int:
+    def _headroom(self, room: Room) -> int:
         """Chunks of its share of all memory: what was granted is made ready before it is needed.
 
         Engines map it, and page-lock it for their GPUs, while they start, and not under their first requests.
         """
-        chunk = sum(stripe_bytes(namespace, group) for group in range(len(namespace.groups)))
-        return self._arena.limit // (max(1, len(self._ledger.rooms)) * chunk)
+        return self._arena.limit // (max(1, len(self._ledger.rooms)) * room.chunk_bytes)
 
     def _start(self, room: Room, group: int, *, may_take: bool) -> asyncio.Task[None] | None:
         spec = self._arena.plan(room.namespace, group)
@@ -138,34 +144,37 @@ class Steward:
 
     def _victim(self, room: Room, group: int) -> RackKey | None:
         """A rack to take from a namespace that has more than its share, for one that has less."""
-        sizes: dict[bytes, int] = {}
+        sizes: dict[NamespaceId, int] = {}
         for key, rack in self._arena.racks.items():
             sizes[key.namespace] = sizes.get(key.namespace, 0) + rack.spec.file_bytes
         used = {name for session in self._ledger.sessions.values() for name in session.namespaces}
         share = self._arena.limit // max(1, len(used | {room.namespace.id}))
-        mine = sizes.get(room.namespace.id, 0)
+        mine = sizes.pop(room.namespace.id, 0)
         if self._ledger.in_grace or (mine >= share and room.shelves[group].slots):
             return None
-        for name in sorted(sizes, key=lambda name: (name in used, -sizes[name])):
-            if name == room.namespace.id or (name in used and sizes[name] <= share):
-                continue
-            if self._ledger.rooms[NamespaceId(name)].pinned:
-                continue
+        rich = [name for name in sizes if name not in used or sizes[name] > share]
+        return self._look(sorted(rich, key=lambda name: (name in used, -sizes[name])))
+
+    def _look(self, namespaces: list[NamespaceId]) -> RackKey | None:
+        """The first rack of these that can be taken."""
+        began = self._clock()
+        rooms = [room for name in namespaces if not (room := self._ledger.rooms[name]).pinned]
+        if not rooms or began < self._look_at:
+            return None
+        for room in rooms:
+            name = room.namespace.id
+            idle = [shelf.idle_racks() for shelf in room.shelves]  # what is leaving is on no shelf
             for key in sorted((key for key in self._arena.racks if key.namespace == name), reverse=True):
-                if self._may_be_taken(key):
+                if key.number in idle[key.group] and self._may_be_taken(key):
                     return key
+        ended = self._clock()
+        self._look_at = ended + min(_RETRY_S, _LOOKS_APART * (ended - began))
         return None
 
     def _may_be_taken(self, key: RackKey) -> bool:
-        """Nobody uses it, and nobody maps it who has yet to let go of another: a stalled engine costs one
-        rack.
-        """
+        """Nobody maps it who has yet to let go of another: a stalled engine costs one rack."""
         assert self.members is not None
-        shelf = self._ledger.rooms[key.namespace].shelves[key.group]
-        if key in self.leaving or not shelf.is_idle(key.number):
-            return False
-        mapping = self.members.mapping(key)
-        return not any(member.maps & self.leaving for member in mapping)
+        return not any(member.maps & self.leaving for member in self.members.mapping(key))
 
     async def _take_back(self, key: RackKey) -> None:
         assert self.members is not None
@@ -175,20 +184,31 @@ class Steward:
         self.released()
         with contextlib.suppress(TimeoutError):  # a stalled engine: its rack goes when it can, do without
             async with asyncio.timeout(_RETURN_S):
-                while key in self.leaving:
-                    self._returned.clear()
-                    await self._returned.wait()
+                while key in self.leaving and key not in self._returning:
+                    self._let_go.clear()
+                    await self._let_go.wait()
+        if key in self._returning:
+            await self._returning[key]
 
     def released(self) -> None:
         """Somebody left or unmapped something: return what nobody maps any more."""
         assert self.members is not None
-        for key in [key for key in self.leaving if not self.members.mapping(key)]:
-            self._arena.remove(key)
-            self.leaving.discard(key)
-            self._returned.set()
+        if self.draining:
+            return  # it is empty: the next server may have it
+        for key in self.leaving - self._returning.keys():
+            if not self.members.mapping(key):
+                self.unmap(key)
+                self._returning[key] = asyncio.create_task(self._return(key))
+                self._let_go.set()
+
+    async def _return(self, key: RackKey) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._arena.remove, key)
+        self._arena.removed(key)
+        self.leaving.discard(key)
+        del self._returning[key]
 
     async def close(self) -> None:
-        for task in list(self._growing.values()):
+        for task in [*self._growing.values(), *self._returning.values()]:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task

@@ -32,6 +32,7 @@ class Tiers:
         self._writeback = WriteBack(ledger, objects, self._tiers, [spec.write_filter() for spec in specs])
         fetches = Fetches(ledger, objects, steward, self._writeback, self._tiers)
         self.prefetch = Prefetch(ledger, members, self._tiers, fetches)
+        steward.unmap = objects.forget
         ledger.published = self._writeback.published
         if any(spec.write_filter is WriteReused for spec in specs):  # nobody else wants to know
             ledger.used = self._writeback.used

@@ -16,6 +16,7 @@ Knows slots and entries. Knows nothing of capacity, eviction or who reads.
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import re
@@ -29,6 +30,8 @@ from typing import NamedTuple
 from kvcellar.errors import Corrupt
 from kvcellar.slab import MAX_SLOTS_PER_RACK, PAGE
 from kvcellar.tiers.engine import Buffer
+
+log = logging.getLogger(__name__)
 
 MAX_NAME = 104
 NAME_PATTERN = re.compile(r"crate-(\d{4,5})\.(data|index|draft)")
@@ -157,11 +160,19 @@ class Crate:
             return None
         return name.rstrip(b"\0").decode("ascii", "replace"), size, header
 
-    def scan(self) -> Iterator[tuple[int, str]]:
-        """(slot, name) of all it holds. Takes its time: others need the interpreter too."""
+    def scan(self) -> Iterator[tuple[int, str | None]]:
+        """(slot, name) of all it holds; None where the disk does not tell. Takes its time: others need the
+        interpreter too.
+        """
         for first in range(0, self.shape.slots, _BREATH):
-            raw = os.pread(self._index, _BREATH * _ENTRY_BYTES, PAGE + first * _ENTRY_BYTES)
-            for slot in range(first, min(first + _BREATH, self.shape.slots)):
+            slots = range(first, min(first + _BREATH, self.shape.slots))
+            try:
+                raw = os.pread(self._index, _BREATH * _ENTRY_BYTES, PAGE + first * _ENTRY_BYTES)
+            except OSError as error:  # a bad sector: it says nothing of the others
+                log.warning("%s: cannot scan slots from %d: %s", self, first, error.strerror)
+                yield from ((slot, None) for slot in slots)
+                continue
+            for slot in slots:
                 if entry := self._parse(raw, (slot - first) * _ENTRY_BYTES):
                     yield slot, entry[0]
             time.sleep(0.0002)

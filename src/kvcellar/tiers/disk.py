@@ -237,10 +237,7 @@ class DiskEngine:
         for crate in crates:
             if self._closed:
                 break
-            try:
-                self._scan_crate(crate)
-            except OSError as error:
-                log.warning("%s: cannot scan %s: %s", self._folder.path, crate, error.strerror)
+            self._scan_crate(crate)
         self._books.scanning = False
         if crates:
             took, count = time.monotonic() - started, len(self._books.index)
@@ -249,6 +246,9 @@ class DiskEngine:
     def _scan_crate(self, crate: Crate) -> None:
         kept = set()
         for slot, name in crate.scan():
+            if name is None:
+                kept.add(slot)  # where an entry cannot be read, none will be written: the slot is not used
+                continue
             with self._lock:
                 if self._books.found(ChunkKey(_digest(name)), place_of(crate.number, slot)):
                     kept.add(slot)

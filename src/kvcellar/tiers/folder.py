@@ -62,12 +62,14 @@ class Folder:
             )
 
     def check_size(self, wanted: int | None) -> int:
-        """The capacity: what was asked for, if it fits; else half of what is free."""
-        status = os.statvfs(self.path)
-        available = status.f_bavail * status.f_frsize + self._ours()
+        """The capacity: what was asked for, if it fits. By default half of what is free, or what an earlier
+        server left if that is more: it must not go because others took space meanwhile.
+        """
+        status, ours = os.statvfs(self.path), self._ours()
+        available = status.f_bavail * status.f_frsize + sum(one.st_blocks * 512 for one in ours)
         if wanted is None:
-            wanted = available // 2
-        if wanted > available:
+            wanted = max(available // 2, PAGE + sum(one.st_size for one in ours))  # a page for the mark
+        elif wanted > available:
             raise StartupError(
                 f"disk tier: a size of {wanted / 2**30:.2f}GiB does not fit: {self.path} has "
                 f"{available / 2**30:.2f}GiB; lower the size, or choose another folder"
@@ -76,9 +78,8 @@ class Folder:
             raise StartupError(f"disk tier: a size of {wanted} bytes is too small; at least {_SMALLEST}")
         return wanted // PAGE * PAGE
 
-    def _ours(self) -> int:
-        found = (path for path in self.path.iterdir() if NAME_PATTERN.fullmatch(path.name))
-        return sum(path.lstat().st_blocks * 512 for path in found)
+    def _ours(self) -> list[os.stat_result]:
+        return [path.lstat() for path in self.path.iterdir() if NAME_PATTERN.fullmatch(path.name)]
 
     def crate_numbers(self) -> list[int]:
         """Of crates that were finished; the rest of what an earlier server began is removed."""
