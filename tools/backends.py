@@ -29,6 +29,7 @@ CACHE = Path.home() / ".cache" / "kvcellar"
 START_SECONDS = 60.0
 ACCESS_KEY, SECRET_KEY = "kvcellar-test", "not-a-secret"
 CLONE_NEWNET = 0x40000000
+_given: set[int] = set()  # ports, by this process: their engines may not listen yet
 
 
 def missing() -> str:
@@ -58,8 +59,10 @@ def free_ports(count: int) -> list[int]:
     for port in random.sample(range(20000, 30000), 1000):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            found.append(port)
+            if port not in _given:
+                found.append(port)
         if len(found) == count:
+            _given.update(found)
             return found
     raise RuntimeError("no free ports from 20000 to 30000")
 

@@ -1,6 +1,7 @@
 """What an engine holds ends with its process, and not before; a server may come and go meanwhile."""
 
 import asyncio
+import errno
 import shutil
 import signal
 import socket
@@ -20,7 +21,7 @@ from kvcellar.ledger import Ledger
 from kvcellar.server import Server, members
 from kvcellar.wire import messages as m
 from kvcellar.wire import peer
-from tests.server.engine import NAMESPACES, eventually
+from tests.server.engine import NAMESPACES, PATIENCE, eventually
 from tests.server.raw import Raw, hello
 from tests.support import keys
 from tests.vllm.tap import Tap
@@ -471,3 +472,19 @@ def test_without_a_pidfd_a_lost_connection_is_waited_out(tmp_path, monkeypatch):
     near, far = socket.socketpair()
     with near, far:
         asyncio.run(live())
+
+
+def test_a_client_that_had_no_descriptors_left_comes_back(server, engine, monkeypatch):
+    one, make, refused = engine(), socket.socket, threading.Event()
+
+    def none_left(*arguments):
+        if threading.current_thread() is threading.main_thread():
+            return make(*arguments)
+        refused.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", none_left)
+        server.restart()
+        assert refused.wait(PATIENCE)
+    one.ready()
