@@ -79,8 +79,10 @@ def _do(engine: Engine, job: dict[str, Any], command: dict[str, Any]) -> dict[st
         case "warm_up":
             _warm_up(engine, job)
             return {}
-        case "round":
+        case "ttft":
             return ttft.one_round(engine, command["tokens"], reload=cached)
+        case "cold":
+            return ttft.cold_round(engine, command["tokens"])
         case "interference":
             return {"pairs": interference.one_round(engine, command["round"], loads=cached)}
         case "bus":

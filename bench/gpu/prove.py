@@ -6,12 +6,13 @@
 
     ttft          time to first token: computed, loaded, still on the GPU        all modes
     interference  decoding beside loads and stores of long prompts               all modes
+    cold          new prompts only, many of them: what storing costs             all modes
     timeline      where the time of a load goes, stage by stage                  kvcellar
     tokens        greedy tokens of 20 prompts, computed and loaded               kvcellar
     flip          a flipped bit in every stored object is found                  kvcellar, models of one group
     pair          two engines on one GPU share a cache; the server uses no GPU   kvcellar
 
-ttft and interference come first: the engines of all modes are on the GPU at once, and take turns. For the
+Those three come first: the engines of all modes are on the GPU at once, and take turns. For the
 other parts every model and mode is a fresh engine, which goes through all of them. --out is added to:
 what it has of other models and modes stays. Exits with 1 if anything failed. --small tries all of it on a
 machine without a GPU, with vLLM for CPU: its figures mean nothing.
@@ -142,7 +143,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=CONFIGS, default=["llama8b"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["kvcellar"])
     parser.add_argument(
-        "--rounds", type=int, default=3, help="of ttft; eight times as many for short prompts"
+        "--rounds", type=int, default=3, help="of ttft and cold; eight and 32 times as many for short prompts"
     )
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of ttft's prompts, if not all four")
     parser.add_argument("--prompts", type=int, default=20, help="of tokens")

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 Entries = list[dict[str, Any]]
-_IN_TURNS = {"ttft": "rows", "interference": "interference"}  # parts, and what they leave in an entry
+_IN_TURNS = {
+    "ttft": "rows",
+    "cold": "cold",
+    "interference": "interference",
+}  # parts, and what they leave in an entry
 
 
 def merge(entries: Entries, entry: dict[str, Any]) -> Entries:
@@ -39,6 +43,7 @@ def merge(entries: Entries, entry: dict[str, Any]) -> Entries:
 def print_report(entries: Entries) -> bool:
     """Whether everything is as it should be."""
     _print_ttft([entry for entry in entries if entry.get("rows")])
+    _print_cold([entry for entry in entries if entry.get("cold")])
     _print_interference([entry for entry in entries if entry.get("interference")])
     for entry in entries:
         _print_timeline(entry)
@@ -83,6 +88,17 @@ def _print_ttft(entries: Entries) -> None:
             line += f" {_figure(row, 'of_floor', 8, 3)} {_figure(row, 'over', 8, 1)}"
             line += f"  {sorted(set(row['cached']))}" + ("" if row["same"] else "  TOKENS DIFFER")
         print(line)
+
+
+def _print_cold(entries: Entries) -> None:
+    """New prompts only."""
+    if entries:
+        print("model     tokens mode           cold of recompute over recompute ms")
+    for entry in entries:
+        for row in entry["cold"]:
+            line = f"{entry['model']:8} {row['tokens']:7} {entry['mode']:10} {row['cold']:8.1f}"
+            line += f" {_figure(row, 'of_recompute', 12, 3)} {_figure(row, 'over_recompute', 12, 2)}"
+            print(line + f" give or take {_figure(row, 'give_or_take', 4, 2)}")
 
 
 def _figure(row: dict[str, Any], name: str, width: int, digits: int) -> str:

@@ -8,6 +8,7 @@ and medians of what is compared within a round, since a host's speed drifts from
     of_floor      warm / floor
     over          warm - floor: what loading costs beyond the bus
     of_recompute  cold / cold without a connector: what storing costs
+    over_recompute  the same as a difference, and `give_or_take`, an interval of 95 % for that median
 
 Knows nothing of other modes' engines: turns.py drives them.
 """
@@ -77,6 +78,13 @@ def one_round(engine: Engine, tokens: int, *, reload: bool) -> dict[str, Any]:
     return {"cold": cold.ms, "warm": warm.ms, "kept": kept.ms, "cached": warm.cached, "same": same}
 
 
+def cold_round(engine: Engine, tokens: int) -> dict[str, Any]:
+    """A prompt that was never seen, and nothing else: the same calls with a connector and without."""
+    cold = engine.run(engine.prompt(tokens))
+    time.sleep(0.1 + tokens / 100_000)  # until it is stored
+    return {"cold": cold.ms}
+
+
 def row(rounds: Rounds, alone: Rounds, bus_ms: float | None) -> dict[str, Any]:
     """Of one mode and length. `alone`: the same rounds without a connector; `bus_ms`: to move the KV."""
     times = {name: [one[name] for one in rounds] for name in ("cold", "warm", "kept") if name in rounds[0]}
@@ -86,10 +94,20 @@ def row(rounds: Rounds, alone: Rounds, bus_ms: float | None) -> dict[str, Any]:
         found["of_recompute"] = statistics.median(
             one["cold"] / base["cold"] for one, base in zip(rounds, alone, strict=False)
         )
+        found |= _over([one["cold"] - base["cold"] for one, base in zip(rounds, alone, strict=False)])
     if "warm" in times:
         found |= {"cached": [one["cached"] for one in rounds], "same": all(one["same"] for one in rounds)}
     if "warm" in times and bus_ms is not None:
         found["floor"] = found["kept"] + bus_ms
         found["of_floor"] = statistics.median(one["warm"] / (one["kept"] + bus_ms) for one in rounds)
         found["over"] = statistics.median(one["warm"] - one["kept"] - bus_ms for one in rounds)
+    return found
+
+
+def _over(differences: list[float]) -> dict[str, float]:
+    """Their median; the interval is that of a box plot's notch, since a few of them are far off."""
+    found = {"over_recompute": statistics.median(differences)}
+    if len(differences) > 3:
+        low, _, high = statistics.quantiles(differences)
+        found["give_or_take"] = 1.57 * (high - low) / len(differences) ** 0.5
     return found

@@ -25,12 +25,12 @@ from bench.gpu.shapes import kv_bytes
 # Seconds that each may take, some three times of what it should.
 START_S, WARM_UP_S, ROUND_S, BUS_S = 240.0, 120.0, 45.0, 60.0
 BESIDE_S = 90.0
-PARTS = ("interference", "ttft")
+PARTS = ("interference", "ttft", "cold")
 _ROOM = {"lmcache": 4 / 3}  # for the same prompts: it gives up what it has when four fifths are full
 CLOSING_S = 30.0  # before the end: no round is begun
 # Tokens. Shorter prompts take no time, and are noisy: launched by Python, a forward takes 20 or 40 ms. So
-# they have more rounds.
-_SHORT, _MORE = 10_000, 8
+# they have more rounds; and still more where all that is asked is what storing costs: half a millisecond.
+_SHORT, _MORE = 10_000, {"ttft": 8, "cold": 32}
 
 _Any = TypeVar("_Any")
 
@@ -124,7 +124,8 @@ def measure(run: Run, modes: Sequence[str]) -> dict[str, dict[str, Any]]:
             _take_turns_beside(run, entrants)
         else:
             _take_turns(run, entrants)
-            rate = _bus_rate(entrants) if run.scale.gpu else None
+        if run.part == "ttft" and run.scale.gpu:
+            rate = _bus_rate(entrants)
     finally:
         _together(entrants, Entrant.close)
     return {entrant.mode: _found(entrant, entrants, rate) for entrant in entrants}
@@ -197,12 +198,13 @@ def _take_turns_beside(run: Run, entrants: Sequence[Entrant]) -> None:
 
 
 def _take_turns(run: Run, entrants: Sequence[Entrant]) -> None:
-    for tokens in run.scale.lengths:
-        for number in range(run.rounds * (_MORE if tokens < _SHORT else 1)):
+    lengths = [tokens for tokens in run.scale.lengths if tokens < _SHORT or run.part == "ttft"]
+    for tokens in lengths:
+        for number in range(run.rounds * (_MORE[run.part] if tokens < _SHORT else 1)):
             if _no_time(run, entrants, f"round {number + 1} of {tokens} tokens"):
                 return
             for entrant in in_turn(entrants, number):
-                entrant.tell("round", tokens=tokens)
+                entrant.tell(run.part, tokens=tokens)
                 if found := entrant.hear(ROUND_S):
                     entrant.rounds.setdefault(tokens, []).append(found)
         say(f"{tokens} tokens: " + "; ".join(_line(entrant, tokens) for entrant in entrants))
@@ -226,17 +228,18 @@ def _bus_rate(entrants: Sequence[Entrant]) -> float | None:
 
 
 def _found(entrant: Entrant, entrants: Sequence[Entrant], rate: float | None) -> dict[str, Any]:
-    model = entrant.run.model
+    model, part = entrant.run.model, entrant.run.part
     alone = next((other.rounds for other in entrants if other.mode == "recompute"), {})
     rows = []
     for tokens, rounds in entrant.rounds.items():
         bus_ms = kv_bytes(model, tokens) / rate / 1e6 if rate else None
         rows.append({"tokens": tokens} | ttft.row(rounds, alone.get(tokens, []), bus_ms))
-    found = entrant.about | ({"rows": rows} if rows else {}) | ({"bus_gbps": rate} if rate else {})
+    found = entrant.about | ({"rows" if part == "ttft" else part: rows} if rows else {})
+    found |= {"bus_gbps": rate} if rate else {}
     if entrant.beside:
         cache = {"cache_gib": entrant.about.get("cache_gib")}  # another than that of ttft
         found["interference"] = interference.summary(entrant.beside) | cache
-    return found | ({"errors": {entrant.run.part: entrant.error}} if entrant.error else {})
+    return found | ({"errors": {part: entrant.error}} if entrant.error else {})
 
 
 def _together(entrants: Sequence[Entrant], what: Callable[[Entrant], None]) -> None:

@@ -125,10 +125,23 @@ def bench(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(engine.parent))
     monkeypatch.setenv("REQUESTS", str(tmp_path / "requests"))
     monkeypatch.setenv("FAULT", "none")
-    monkeypatch.setattr(turns, "_MORE", 3)
+    monkeypatch.setattr(turns, "_MORE", {"ttft": 3, "cold": 4})
     bench = Bench(tmp_path)
     yield bench
     assert not [pid for pid in bench.engines() if Path(f"/proc/{pid}").exists()]
+
+
+def test_of_cold_prompts_every_mode_is_asked_the_same_and_nothing_twice(bench):
+    found = bench.measure("cold")
+    asked = bench.asked()
+    assert [mode for mode, _, _ in asked] == ["recompute", "kvcellar", "kvcellar", "recompute"] * 4
+    for (_, *one), (_, *other) in zip(asked[::2], asked[1::2], strict=True):
+        assert one == other
+    assert len({prompt for _, _, prompt in asked}) == len(asked) / 2
+    for its in found.values():
+        assert [row["tokens"] for row in its["cold"]] == list(SMALL.lengths)
+        assert [len(row["times"]["cold"]) for row in its["cold"]] == [4, 4]
+        assert "rows" not in its
 
 
 def test_every_round_goes_through_all_modes_with_the_same_prompt(bench):

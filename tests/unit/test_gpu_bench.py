@@ -75,11 +75,21 @@ def test_what_is_compared_is_compared_within_a_round():
     alone = [{"cold": 100.0}, {"cold": 200.0}]
     found = ttft.row(rounds, alone, bus_ms=5.0)
     assert found["of_recompute"] == pytest.approx(1.1)
+    assert found["over_recompute"] == 15.0
     assert found["over"] == 12.0
     assert found["of_floor"] == pytest.approx(37 / 25)
     assert (found["cold"], found["warm"], found["kept"], found["floor"]) == (110.0, 37.0, 20.0, 25.0)
     assert found["cached"] == [2000] * 3
     assert found["same"]
+
+
+def test_how_sure_a_difference_is_comes_from_its_middle_half():
+    """Of 100 rounds one took a second; the others are spread over 4 ms."""
+    alone = [{"cold": 50.0}] * 100
+    rounds = [{"cold": 51.0 + number % 5} for number in range(99)] + [{"cold": 1000.0}]
+    found = ttft.row(rounds, alone, bus_ms=None)
+    assert found["over_recompute"] == 3.0
+    assert 0.2 < found["give_or_take"] < 0.6
 
 
 def test_a_row_says_nothing_of_what_was_not_measured():
