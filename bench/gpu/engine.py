@@ -1,7 +1,7 @@
 """One vLLM engine for the GPU benches, and the server that its mode needs.
 
-Modes: `recompute` (no connector), `kvcellar`, `offload` (vLLM's OffloadingConnector), `lmcache` (LMCache's
-multiprocess server and connector).
+Modes: `recompute` (no connector), `nothing` (a connector that does nothing), and caches: `kvcellar`,
+`offload` (vLLM's OffloadingConnector), `lmcache` (LMCache's multiprocess server and connector).
 """
 
 import contextlib
@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 from bench.gpu.scale import Scale
 
-MODES = ("recompute", "kvcellar", "offload", "lmcache")
+MODES = ("recompute", "nothing", "kvcellar", "offload", "lmcache")
+CACHES = MODES[2:]
 LMCACHE_PORT = 5555
 READY_S = 90.0
 
@@ -64,6 +65,8 @@ def backing(mode: str, folder: Path, gib: int, *, several_groups: bool) -> Backi
         module = "lmcache.integration.vllm.lmcache_mp_connector"
         transfer = _transfer("LMCacheMPConnector", where, module)
         return Backing(serve, ("127.0.0.1", LMCACHE_PORT), transfer, None)
+    if mode == "nothing":
+        return Backing(None, None, _transfer("NothingConnector", {}, "bench.gpu.nothing"), None)
     return Backing(None, None, None, None)
 
 

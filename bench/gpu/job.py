@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.gpu import interference, timeline, tokens, ttft
 from bench.gpu.children import TURNS
-from bench.gpu.engine import Engine
+from bench.gpu.engine import CACHES, Engine
 from bench.gpu.progress import say
 from bench.gpu.scale import FULL, SMALL
 from kvcellar.client import AdminClient
@@ -74,7 +74,7 @@ def _obey(engine: Engine, job: dict[str, Any], about: dict[str, Any]) -> None:
 
 
 def _do(engine: Engine, job: dict[str, Any], command: dict[str, Any]) -> dict[str, Any]:
-    cached = job["mode"] != "recompute"
+    cached = job["mode"] in CACHES
     match command["do"]:
         case "warm_up":
             _warm_up(engine, job)
@@ -102,7 +102,7 @@ def _write(job: dict[str, Any], result: dict[str, Any]) -> None:
 
 def _warm_up(engine: Engine, job: dict[str, Any]) -> None:
     # One that will be loaded: any other would only take room from those.
-    ttft.warm_up(engine, interference.prompts(engine)[0], rest=job["mode"] != "recompute")
+    ttft.warm_up(engine, interference.prompts(engine)[0], rest=job["mode"] in CACHES)
     say("warmed up")
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from bench.gpu import interference, ttft
 from bench.gpu.children import TURNS, Child, cache_gib, site
+from bench.gpu.engine import CACHES
 from bench.gpu.progress import say
 from bench.gpu.scale import Scale
 from bench.gpu.shapes import kv_bytes
@@ -110,7 +111,7 @@ def measure(run: Run, modes: Sequence[str]) -> dict[str, dict[str, Any]]:
     """By mode."""
     if run.scale.gpu:
         refuse_too_many(run.model, len(modes), run.scale.turns_bytes(run.model), _free_on_gpu())
-    gib = _cache(run, [mode for mode in modes if mode != "recompute"])
+    gib = _cache(run, [mode for mode in modes if mode in CACHES])
     entrants = [Entrant(run, mode) for mode in modes]
     rate = None
     try:

@@ -34,6 +34,11 @@ class Mover(HostMover):
         self.goes: list[int] = []  # chunks of each
         self.asked, self.may = threading.Event(), threading.Event()
         self.breaks_at = -1
+        self.waits_break = False
+
+    def wait(self, after: Any) -> None:
+        if self.waits_break:
+            raise OSError("broken")
 
     def store(self, rows: Sequence[Rows], slots: Any, after: Any) -> None:
         [one_group] = rows
@@ -160,6 +165,19 @@ def test_a_go_that_breaks_is_aborted_whole_and_reported(rank: Rank) -> None:
     assert done.stores == dict.fromkeys(range(4), 1)
     assert done.counts["stores_dropped"] == 3
     assert [rank.is_stored(number) for number in range(4)] == [True, False, False, False]
+
+
+def test_a_wait_for_the_engine_that_breaks_is_answered_for_as_well(rank: Rank) -> None:
+    rank.mover.waits_break = True
+    rank.copier.add([], [rank.job(0), rank.job(1)])
+    done = rank.reported(2)
+    assert done.stores == {0: 1, 1: 1}
+    assert done.counts["stores_dropped"] == 2
+    rank.mover.waits_break = False
+    rank.mover.may.set()
+    rank.copier.add([], [rank.job(2)])
+    rank.reported(1)
+    assert [rank.is_stored(number) for number in range(3)] == [False, False, True]
 
 
 def test_what_waits_is_stored_before_it_closes(rank: Rank) -> None:

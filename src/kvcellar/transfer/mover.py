@@ -25,6 +25,9 @@ class Mover(Protocol):
     def fence(self) -> Any:
         """A point in the engine's work, taken on the engine's own thread: copies start after it."""
 
+    def wait(self, after: Any) -> None:
+        """Until the engine is past that point, and its answer on its way."""
+
     def store(self, rows: Sequence[Rows], slots: Slots, after: Any) -> None:
         """Blocks to slots. When it returns, bytes and headers are in place."""
 
@@ -46,6 +49,9 @@ class HostMover:
     def fence(self) -> None:
         """The engine's step is over when it returns: there is nothing to wait for."""
 
+    def wait(self, after: Any) -> None:
+        """Likewise."""
+
     def store(self, rows: Sequence[Rows], slots: Slots, after: Any) -> None:  # noqa: ARG002
         for plan, keys in rows:
             self._transfers[plan.group].store(plan, keys, slots)
@@ -65,6 +71,9 @@ class NoMover:
 
     def fence(self) -> None:
         """There is nothing to wait for."""
+
+    def wait(self, after: Any) -> None:
+        """Likewise."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise Unavailable(self._reason)

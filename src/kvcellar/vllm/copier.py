@@ -197,10 +197,13 @@ class Copier:
         """
         if not self._writes:
             return tasks
-        good: list[_Task] = []
+        begun, good = list(tasks), list[_Task]()
+        with self._or_dropped(begun):
+            # First of all: what this thread does, the engine's thread cannot do, and somebody waits for that.
+            self._mover.wait(tasks[-1].after)
         with ExitStack() as leases:
             slots: Slots | None = None
-            for task in tasks:
+            for task in begun:
                 with self._or_dropped([task]):
                     slots = leases.enter_context(self._copying(task))
                     good.append(task)

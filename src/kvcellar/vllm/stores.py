@@ -1,17 +1,15 @@
 """Storing, as the scheduler side sees it: which chunks, from which blocks, and how long those are held.
 
-A chunk that this step will have computed is held (its blocks get a reference) and places are asked for; the
-next step, with the places, makes it a job for the workers; when all ranks have answered, the blocks are let
-go. So finish, abort, preemption and sliding windows need no care: the blocks are ours as long as the copy may
-run. How many are held is bounded, and so is the wait for places.
+A chunk that this step will have computed is held (its blocks get a reference) and places are asked for; a
+step or two later, with the places, it is a job for the workers; when all ranks have answered, the blocks are
+let go. So finish, abort, preemption and sliding windows need no care: the blocks are ours as long as the copy
+may run. How many are held is bounded, and so is the wait for places.
 """
 
 import itertools
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-from vllm.v1.core.block_pool import BlockPool
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcellar.client import Grant, SchedulerClient
 from kvcellar.identity import ChunkKey, Namespace, block_range
@@ -19,8 +17,11 @@ from kvcellar.slab import NO_PLACE
 from kvcellar.vllm.jobs import Job, group_copy
 from kvcellar.vllm.tracked import Tracked
 
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
 # Blocks that stores may hold, as a share of the pool. vLLM hears of a store that is over up to three steps
-# later, so what three steps compute must fit; the requests hold most of it anyway, as long as they run.
+# later, or four, so what those compute must fit; the requests hold most of it anyway, as long as they run.
 _HELD_SHARE = 2
 # How long blocks are held for a server that does not say where to put them.
 _RESERVE_S = 2.0
@@ -56,10 +57,11 @@ class Stores:
         self._pool: BlockPool | None = None
         self._plans: dict[int, _Plan] = {}
         self._stores: dict[int, _Store] = {}
+        self._any_plans = False  # when it was last collected
         self._held = 0
         self._ids = itertools.count(1)
 
-    def bind(self, pool: BlockPool) -> None:
+    def bind(self, pool: "BlockPool") -> None:
         self._pool = pool
 
     def __bool__(self) -> bool:
@@ -113,7 +115,12 @@ class Stores:
     # -- giving jobs to workers -------------------------------------------------------------------------
 
     def collect(self, client: SchedulerClient) -> list[Job]:
-        """Jobs for the plans that places have come for."""
+        """Jobs for the plans that places have come for; of the first ones after a while, a step later. vLLM
+        schedules a step before it answers the one before: what a new prompt is waiting for.
+        """
+        before, self._any_plans = self._any_plans, bool(self._plans)
+        if self._any_plans and not before:
+            return []
         jobs = [self._make_job(client, int(str(tag)), grant) for tag, grant in client.collect()]
         if self._plans:
             now = time.monotonic()

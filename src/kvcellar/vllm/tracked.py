@@ -1,19 +1,20 @@
 """What the connector's scheduler side knows of one request."""
 
 from collections.abc import Sequence
-from typing import Any
-
-from vllm.v1.request import Request
+from typing import TYPE_CHECKING, Any
 
 from kvcellar.client import Expected, Grant
 from kvcellar.identity import KEY_BYTES, ChunkKey
 from kvcellar.vllm.adapters import with_adapter
 
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
 _TRIES = 4  # to store what there was no room for
 
 
 class Tracked:
-    def __init__(self, request: Request, hashes_per_chunk: int, adapter: bytes | None) -> None:
+    def __init__(self, request: "Request", hashes_per_chunk: int, adapter: bytes | None) -> None:
         self.request = request
         self.keys: list[ChunkKey] = []
         # The server knows that it waits, or will at the end of the step.

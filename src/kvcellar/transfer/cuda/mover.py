@@ -151,6 +151,10 @@ class CudaMover:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
+    def wait(self, after: torch.cuda.Event | None) -> None:
+        """As a store does, before anything else is done for it."""
+        self._stores.wait_for_the_engine(after)
+
     def store(self, rows: Sequence[Rows], slots: Slots, after: Any) -> None:
         """Copy each row's blocks into its slot, then write the slot's header."""
         headers: list[list[memoryview]] = [[] for _ in rows]

@@ -133,12 +133,10 @@ class Ring:
         is about to be launched: a load's first copies are under way by then. Whatever happens in between,
         afterwards nothing is.
         """
-        driver.enter(self._device)
+        self.wait_for_the_engine(after)
         first, second = self._lanes
         self._turn = 0
         with driver.beside_captures():
-            if after is not None and not after.query():
-                self._wait_for_the_engine(after)
             run = Run(lambda: self._send(tables()))
             try:
                 yield run
@@ -151,9 +149,13 @@ class Ring:
                 self._done.record(first.raw)
                 self._done.synchronize()
 
-    def _wait_for_the_engine(self, after: torch.cuda.Event) -> None:
+    def wait_for_the_engine(self, after: torch.cuda.Event | None) -> None:
         """Here, not on the GPU: what waits there may keep others waiting that share a hardware queue."""
-        after.synchronize()
+        driver.enter(self._device)
+        with driver.beside_captures():
+            if after is None or after.query():
+                return
+            after.synchronize()
         if self._rest:  # to sleep not at all lets go of the GIL, too
             time.sleep(self._rest)
 
