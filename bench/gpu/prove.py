@@ -12,10 +12,10 @@
     flip          a flipped bit in every stored object is found                  kvcellar, models of one group
     pair          two engines on one GPU share a cache; the server uses no GPU   kvcellar
 
-Those three come first: the engines of all modes are on the GPU at once, and take turns. For the
-other parts every model and mode is a fresh engine, which goes through all of them. --out is added to:
-what it has of other models and modes stays. Exits with 1 if anything failed. --small tries all of it on a
-machine without a GPU, with vLLM for CPU: its figures mean nothing.
+Those of all modes come first: their engines are on the GPU at once, and take turns. For the other parts every
+model and mode is a fresh engine, which goes through all of them. --out is added to: what it has of other
+models and modes stays. Exits with 1 if anything failed. --small tries all of it on a machine without a GPU,
+with vLLM for CPU: its figures mean nothing.
 """
 
 import argparse
@@ -145,7 +145,9 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=3, help="of ttft and cold; eight and 32 times as many for short prompts"
     )
-    parser.add_argument("--lengths", type=int, nargs="+", help="tokens of ttft's prompts, if not all four")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", help="tokens of the prompts of ttft and cold, if not all"
+    )
     parser.add_argument("--prompts", type=int, default=20, help="of tokens")
     parser.add_argument(
         "--limit", type=float, default=270, help="seconds for one engine by itself, its start included"

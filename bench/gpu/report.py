@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 Entries = list[dict[str, Any]]
-_IN_TURNS = {
-    "ttft": "rows",
-    "cold": "cold",
-    "interference": "interference",
-}  # parts, and what they leave in an entry
+# Parts where engines take turns, and what they leave in an entry: a row for each length, or something else.
+ROWS = {"ttft": "rows", "cold": "cold"}
+_IN_TURNS = {**ROWS, "interference": "interference"}
 
 
 def merge(entries: Entries, entry: dict[str, Any]) -> Entries:
-    """An entry of the same model and mode is replaced part by part; of ttft, length by length.
+    """An entry of the same model and mode is replaced part by part; rows length by length.
 
     Errors stay until their part is run again: parts where engines take turns each by itself, the other parts
     together.
@@ -30,9 +28,9 @@ def merge(entries: Entries, entry: dict[str, Any]) -> Entries:
     again = tried or {part for part in old.get("errors", {}) if part not in _IN_TURNS}
     errors = {part: why for part, why in old.get("errors", {}).items() if part not in again}
     merged = old | entry | {"errors": errors | entry.get("errors", {})}
-    if "rows" in merged:
-        rows = {row["tokens"]: row for row in [*old.get("rows", []), *entry.get("rows", [])]}
-        merged["rows"] = [rows[tokens] for tokens in sorted(rows)]
+    for key in merged.keys() & ROWS.values():
+        rows = {row["tokens"]: row for row in [*old.get(key, []), *entry.get(key, [])]}
+        merged[key] = [rows[tokens] for tokens in sorted(rows)]
     if not tried and "error" not in entry:
         merged.pop("error", None)
     if not merged["errors"]:

@@ -4,11 +4,11 @@ A round has up to three figures: `cold` (never seen), `warm` (vLLM's own prefix 
 through the connector) and `kept` (still on the GPU, which nothing outside can beat). A row has their medians,
 and medians of what is compared within a round, since a host's speed drifts from round to round:
 
-    floor         kept + bytes of KV / what the bus reaches
-    of_floor      warm / floor
-    over          warm - floor: what loading costs beyond the bus
-    of_recompute  cold / cold without a connector: what storing costs
-    over_recompute  the same as a difference, and `give_or_take`, an interval of 95 % for that median
+    floor           kept + bytes of KV / what the bus reaches
+    of_floor        warm / floor
+    over            warm - floor: what loading costs beyond the bus
+    of_recompute    cold / cold without a connector: what storing costs
+    over_recompute  the same as a difference; `give_or_take` is how sure that is, by the notch of a box plot
 
 Knows nothing of other modes' engines: turns.py drives them.
 """
@@ -54,9 +54,9 @@ def warm_up(engine: Engine, long: list[int], *, rest: bool) -> None:
     time.sleep(engine.scale.rest_s if rest else 1.0)
 
 
-def settle(tokens: int) -> None:
-    """Between a cold run and its reload: until it is stored, in any mode."""
-    time.sleep(0.3 + tokens / 100_000)
+def settle(tokens: int, least: float = 0.3) -> None:
+    """After a cold run: until it is stored, in any mode."""
+    time.sleep(least + tokens / 100_000)
 
 
 def one_round(engine: Engine, tokens: int, *, reload: bool) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def one_round(engine: Engine, tokens: int, *, reload: bool) -> dict[str, Any]:
 def cold_round(engine: Engine, tokens: int) -> dict[str, Any]:
     """A prompt that was never seen, and nothing else: the same calls with a connector and without."""
     cold = engine.run(engine.prompt(tokens))
-    time.sleep(0.1 + tokens / 100_000)  # until it is stored
+    settle(tokens, 0.1)  # nobody loads it
     return {"cold": cold.ms}
 
 
@@ -105,7 +105,7 @@ def row(rounds: Rounds, alone: Rounds, bus_ms: float | None) -> dict[str, Any]:
 
 
 def _over(differences: list[float]) -> dict[str, float]:
-    """Their median; the interval is that of a box plot's notch, since a few of them are far off."""
+    """Their median, and a notch for it: unlike a standard deviation, that minds no few that are far off."""
     found = {"over_recompute": statistics.median(differences)}
     if len(differences) > 3:
         low, _, high = statistics.quantiles(differences)

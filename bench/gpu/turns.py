@@ -20,6 +20,7 @@ from bench.gpu import interference, ttft
 from bench.gpu.children import TURNS, Child, cache_gib, site
 from bench.gpu.engine import CACHES
 from bench.gpu.progress import say
+from bench.gpu.report import ROWS
 from bench.gpu.scale import Scale
 from bench.gpu.shapes import kv_bytes
 
@@ -235,7 +236,7 @@ def _found(entrant: Entrant, entrants: Sequence[Entrant], rate: float | None) ->
     for tokens, rounds in entrant.rounds.items():
         bus_ms = kv_bytes(model, tokens) / rate / 1e6 if rate else None
         rows.append({"tokens": tokens} | ttft.row(rounds, alone.get(tokens, []), bus_ms))
-    found = entrant.about | ({"rows" if part == "ttft" else part: rows} if rows else {})
+    found = entrant.about | ({ROWS[part]: rows} if rows else {})
     found |= {"bus_gbps": rate} if rate else {}
     if entrant.beside:
         cache = {"cache_gib": entrant.about.get("cache_gib")}  # another than that of ttft

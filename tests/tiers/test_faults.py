@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -351,9 +352,16 @@ def test_a_small_disk_is_never_over_its_size_under_load(stopped_server, engine, 
     assert report.used_bytes <= report.capacity_bytes == 2 << 20
 
 
-def test_a_second_server_on_the_folder_is_refused_in_one_sentence(cold, tmp_path):
+@pytest.fixture
+def memory_folder():
+    """In shared memory, for a server of which nothing must be left."""
+    with tempfile.TemporaryDirectory(prefix="kvcellar-refused-", dir="/dev/shm") as folder:
+        yield folder
+
+
+def test_a_second_server_on_the_folder_is_refused_in_one_sentence(cold, tmp_path, memory_folder):
     command = [sys.executable, "-m", "kvcellar", "serve", "--memory", "1MiB"]
-    where = ["--socket", str(tmp_path / "t"), "--folder", f"/dev/shm/{tmp_path.name}-second"]
+    where = ["--socket", str(tmp_path / "t"), "--folder", memory_folder]
     disk = ["--disk", str(tmp_path / "disk"), "--disk-size", "8MiB"]
     done = subprocess.run([*command, *where, *disk], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
@@ -373,11 +381,11 @@ def test_a_second_server_on_the_folder_is_refused_in_one_sentence(cold, tmp_path
         (["--tier", "disk:///{tmp}/new?siez=8MiB"], "unknown option 'siez'"),
     ],
 )
-def test_bad_input_is_refused_in_one_sentence(tmp_path, flags, says):
+def test_bad_input_is_refused_in_one_sentence(tmp_path, memory_folder, flags, says):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("mine")
     given = [flag.replace("{tmp}", str(tmp_path)) for flag in flags]
-    where = ["--socket", str(tmp_path / "t"), "--folder", f"/dev/shm/{tmp_path.name}-refused"]
+    where = ["--socket", str(tmp_path / "t"), "--folder", memory_folder]
     command = [sys.executable, "-m", "kvcellar", "serve", "--memory", "1MiB", *where, *given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

@@ -52,12 +52,13 @@ def test_an_error_of_a_part_that_takes_turns_outlives_the_other_parts_and_they_o
     assert none == mla | {"rows": [{"tokens": 1}], "tokens": {"ok": True}, "interference": {}}
 
 
-def test_a_length_that_is_measured_again_replaces_that_length_only(tmp_path):
+@pytest.mark.parametrize("key", ["rows", "cold"])
+def test_a_length_that_is_measured_again_replaces_that_length_only(key, tmp_path):
     out = tmp_path / "prove.json"
     mla = {"model": "mla", "mode": "kvcellar"}
-    add(out, mla | {"rows": [{"tokens": 2, "warm": 1.0}, {"tokens": 8, "warm": 2.0}]})
-    (both,) = add(out, mla | {"rows": [{"tokens": 2, "warm": 3.0}]})
-    assert both["rows"] == [{"tokens": 2, "warm": 3.0}, {"tokens": 8, "warm": 2.0}]
+    add(out, mla | {key: [{"tokens": 2, "cold": 1.0}, {"tokens": 8, "cold": 2.0}]})
+    (both,) = add(out, mla | {key: [{"tokens": 2, "cold": 3.0}]})
+    assert both[key] == [{"tokens": 2, "cold": 3.0}, {"tokens": 8, "cold": 2.0}]
 
 
 def test_every_mode_comes_first_and_last_as_often_as_the_others():
@@ -216,14 +217,15 @@ def test_a_difference_is_harmless_only_where_two_tokens_were_nearly_as_likely():
 
 def run(mode: str, cached: int = 2000) -> dict[str, object]:
     row = {"tokens": 2000, "cold": 50.0}
-    more = {"warm": 30.0, "floor": 28.0 + cached / 1000, "cached": [2000, cached]}
+    more = {"warm": 30.0, "kept": 20.0, "floor": 28.0 + cached / 1000, "cached": [2000, cached]}
+    more["times"] = {"kept": [20.0, 18.0, 25.0]}
     return {"model": "llama8b", "mode": mode, "rows": [row | (more if mode != "recompute" else {})]}
 
 
 def test_the_figure_has_measured_loads_of_whole_prompts_only():
     entries = [run("recompute"), run("offload"), run("lmcache", cached=1000), run("kvcellar")]
     found = plot.figures(entries, "llama8b")
-    assert found == {2000: {"recompute": 50.0, "offload": 30.0, "kvcellar": 30.0, "floor": 30.0}}
+    assert found == {2000: {"recompute": 50.0, "offload": 30.0, "kvcellar": 30.0, "floor": 28.0}}
     figure = ET.fromstring(plot.draw(found, "llama8b", "here.json"))
     assert "here.json" in "".join(figure.itertext())
     assert "30 ms instead of 50 ms" in "".join(figure.itertext())
