@@ -106,6 +106,7 @@ def rank(server: ServerProcess, engine: Callable[..., Engine]) -> Iterator[Rank]
     yield one
     one.mover.may.set()
     one.copier.close()
+    one.engine.flush()  # what it said last has been heard
     assert server.leases() == 0
 
 
