@@ -1,12 +1,13 @@
 """A real server with a disk tier, and engines that compare every byte: write-back, prefetch, restart."""
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from kvcellar.client import AdminClient
 from kvcellar.wire import messages as m
-from tests.server.engine import NAMESPACES, Child, eventually
+from tests.server.engine import NAMESPACES, PATIENCE, Child, eventually
 from tests.server.raw import hello
 from tests.support import keys
 from tests.tiers.conftest import ColdServer
@@ -211,6 +212,33 @@ def test_giving_up_leaves_nothing_behind(cold, engine):
     free = one.bring(60)
     assert free.chunks == 60
     check(one, free)
+
+
+def test_what_tiers_bring_for_a_lookup_that_was_answered_too_late_is_given_back(gate, stopped_server, engine):
+    """Also by an engine that asks nothing else, and so hears of nothing."""
+    server = stopped_server.start()
+    one, other = engine(session="one"), engine(session="other")
+    one.store(10)
+    eventually(lambda: not server.status().tiers[0].queued)
+    with AdminClient(server.socket) as admin:
+        admin.clear()
+    (gate / "stall").touch()
+    server.signal(signal.SIGSTOP)
+    assert one.scheduler.lookup(keys(10), 0.01, PATIENCE).reason == "deadline_exceeded"
+    server.signal(signal.SIGCONT)
+
+    def steps() -> None:
+        one.scheduler.collect()
+        one.scheduler.flush()
+
+    eventually(lambda: server.session("one").counts.get("lookups"))
+    steps()
+    waiting = other.lookup_and_wait(10)
+    (gate / "stall").unlink()
+    brought = other.wait_for(waiting)  # when the other, which came first, has its own
+    assert brought.chunks == 10
+    check(other, brought)
+    eventually(lambda: steps() or server.leases() == 0)
 
 
 def test_what_is_abandoned_in_the_same_breath_is_forgotten(cold, raw):

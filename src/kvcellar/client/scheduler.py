@@ -333,10 +333,14 @@ class SchedulerClient:
         self._know(grant.lease)
         if isinstance(tag, _Lookup):
             tag.grant = grant
-            if grant.ticket and not tag.abandoned:
+            if grant.ticket:
                 self._brought[grant.ticket] = None
-            if tag.abandoned and grant.lease:
-                self.release(grant.lease, 0, grant.chunks)
+            if tag.abandoned:
+                # Said, and not only ignored: what tiers bring after all is heard before this is answered, and
+                # given back. An engine that asks nothing else would not read of it.
+                self.give_up(grant.ticket)
+                if grant.lease:
+                    self._return(grant)
         elif isinstance(tag, Expected):
             tag.ticket, tag.link = grant.ticket, self._used
             if tag.over:

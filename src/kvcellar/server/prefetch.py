@@ -55,7 +55,8 @@ _AT_ONCE = 8
 # Chunks about which tiers are asked in one message.
 _BATCH = 128
 # A tier that does not even say what it has within this, or ten times what it usually takes, is passed over.
-_SAY_S = 0.05
+# Not sooner: a busy host has pauses too. One that never answered yet may have connections to make.
+_SAY_S, _FIRST_SAY_S = 0.25, 1.0
 
 _NOTHING = Granted(NO_LEASE, 0, [])
 
@@ -306,7 +307,8 @@ class Prefetch:
                 continue
             names = [wait.goods.probe_name(group, wait.keys[chunk]) for group, chunk in asked]
             answer = tier.exist(names, wait.deadline)
-            await asyncio.wait([answer], timeout=max(_SAY_S, 10 * tier.stats.latency_s))
+            usual = tier.stats.latency_s
+            await asyncio.wait([answer], timeout=max(_SAY_S, 10 * usual) if usual else _FIRST_SAY_S)
             if not answer.done():
                 wait.silent.add(tier)
                 continue
