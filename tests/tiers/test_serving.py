@@ -227,18 +227,19 @@ def test_what_tiers_bring_for_a_lookup_that_was_answered_too_late_is_given_back(
     assert one.scheduler.lookup(keys(10), 0.01, PATIENCE).reason == "deadline_exceeded"
     server.signal(signal.SIGCONT)
 
-    def steps() -> None:
+    def holds_nothing_after_a_step() -> bool:
         one.scheduler.collect()
         one.scheduler.flush()
+        return server.leases() == 0
 
     eventually(lambda: server.session("one").counts.get("lookups"))
-    steps()
+    assert holds_nothing_after_a_step()
     waiting = other.lookup_and_wait(10)
     (gate / "stall").unlink()
     brought = other.wait_for(waiting)  # when the other, which came first, has its own
     assert brought.chunks == 10
     check(other, brought)
-    eventually(lambda: steps() or server.leases() == 0)
+    eventually(holds_nothing_after_a_step)
 
 
 def test_what_is_abandoned_in_the_same_breath_is_forgotten(cold, raw):

@@ -15,7 +15,8 @@ of file, reads a round per line and answers each with one line (see `Engine.play
 The prompts of a round go in one after the other, or all at once with "together"; the steps of "abort_at" and
 "interrupt" are counted from there. A round ends when the engine has nothing left to do: inside one process
 vLLM steps only while a request is unfinished, so this program steps it on, as the loop of a served engine
-would, until the connector's stores have landed.
+would, until the connector's stores have landed; and waits until the server has heard of that, if there is
+one.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -117,7 +118,11 @@ class Engine:
         self.steps = 0
         self.results: list[Any] = []  # of the calls inside this round
         self.fetched = 0  # loads that the connector's scheduler side told vLLM of
+        self.cellar = None  # the connector's options
         if job.get("connector") is not None:
+            from kvcellar.vllm.options import read_options  # noqa: PLC0415 -- imports vLLM
+
+            self.cellar = read_options(self.core.vllm_config)
             self._count_fetched()
 
     def _count_fetched(self) -> None:
@@ -240,15 +245,28 @@ class Engine:
 
     def _settle(self) -> bool | None:
         """Step until nothing is left to do; False if that takes too long, None if another process steps."""
-        if self.scheduler is None:
-            return None
         deadline = time.monotonic() + SETTLE
-        while self.scheduler.has_requests():
+        while (busy := self.scheduler is not None and self.scheduler.has_requests()) or self._is_owing():
             if time.monotonic() > deadline:
                 return False
-            self._step()
+            if busy:
+                self._step()
             time.sleep(0.001)
-        return True
+        return None if self.scheduler is None else True
+
+    def _is_owing(self) -> bool:
+        """Is the server still to hear of something? Ranks tell it from threads of their own."""
+        if self.cellar is None:
+            return False
+        from kvcellar.client import AdminClient  # noqa: PLC0415 -- numpy, only after the environment is set
+        from kvcellar.errors import CellarError  # noqa: PLC0415
+
+        try:
+            with AdminClient(self.cellar.socket) as admin:
+                sessions = admin.status().sessions
+        except CellarError:
+            return False  # it is away
+        return any(one.leases for one in sessions if one.name == self.cellar.session)
 
     def _counters(self) -> Counter[str]:
         """Every counter of vLLM's metrics, over all labels."""
