@@ -230,7 +230,7 @@ def test_what_tiers_bring_for_a_lookup_that_was_answered_too_late_is_given_back(
     def holds_nothing_after_a_step() -> bool:
         one.scheduler.collect()
         one.scheduler.flush()
-        return server.leases() == 0
+        return bool(server.leases() == 0)
 
     eventually(lambda: server.session("one").counts.get("lookups"))
     assert holds_nothing_after_a_step()
