@@ -11,7 +11,7 @@ SECTIONS: dict[str, typing.Any] = {
     "From the server": m.FromServer,
     "Operations": m.Operation,
     "Results": m.Result,
-    "The descriptor connection": m.FetchSlab | m.SlabSent | m.Refused,
+    "The descriptor connection": m.FetchSlab | m.FetchSketch | m.DescriptorAnswer,
 }
 
 

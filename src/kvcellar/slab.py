@@ -1,4 +1,4 @@
-"""The slab file: the one piece of memory that server and engines both map.
+"""The slab file: memory for objects, which the server and its engines' ranks map.
 
     | object headers: 64 bytes per slot, padded to a page | slot 0 | slot 1 | ... | slot n-1 |
 

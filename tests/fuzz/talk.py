@@ -22,7 +22,7 @@ ANSWER_S = 10.0
 _TYPED = set(BY_CODE) - {CellarError.code}
 _ANSWERED, _CLOSED, _UNANSWERED = "answered", "closed", "neither answered nor closed"
 
-_slab_answer = msgspec.msgpack.Decoder(m.SlabAnswer)
+_slab_answer = msgspec.msgpack.Decoder(m.DescriptorAnswer)
 
 Outcomes = Counter[tuple[str, str]]
 

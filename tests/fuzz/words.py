@@ -276,7 +276,7 @@ class Words(Values):
         version = self.random.choice((m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, 7))
         rank, rack = self.random.randrange(_RANKS), self.random.choice((0, 1, (1 << 14) - 1))
         fetch = m.FetchSlab(version, self._session, rank, self.space_id(), self.random.choice((0, 63)), rack)
-        data = bytearray(encode(fetch))
+        data = bytearray(encode(self.random.choice((fetch, fetch, m.FetchSketch(version)))))
         draw = self.random.random()
         if draw < 0.2:
             data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)

@@ -335,7 +335,7 @@ def ask_for_a_slab(server, question):
         sock.connect(str(server.socket))
         sock.sendall(DESCRIPTOR + question)
         data, fd = receive_with_fd(sock, 4096)
-    return msgspec.msgpack.decode(data[PREFIX:], type=m.SlabAnswer), fd
+    return msgspec.msgpack.decode(data[PREFIX:], type=m.DescriptorAnswer), fd
 
 
 def test_a_question_that_is_none_is_refused(server):

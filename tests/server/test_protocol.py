@@ -27,7 +27,7 @@ def test_another_version_is_refused_with_advice(server, raw):
     client.say(m.Hello(99, "scheduler", "s"))
     refused = client.hear()
     assert refused.code == "version_mismatch"
-    assert "speaks protocol 3, not 99; install the same kvcellar" in refused.message
+    assert "speaks protocol 4, not 99; install the same kvcellar" in refused.message
     assert client.hear() is None
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.alone import load
 from tests.server.conftest import ServerProcess
-from tests.server.engine import PATIENCE, Engine
+from tests.server.engine import Engine
 from tests.support import keys
 
 stores, tracked = load("stores"), load("tracked")
@@ -64,7 +64,7 @@ class Steps:
         for one in computing:
             self.stores.plan(self.client, one, len(one.request.block_hashes) * CHUNK)
         self.client.flush()
-        self.client.lookup(keys(1, "nobody's"), PATIENCE)  # answered after all that was sent before it
+        assert self.hit(1, seed=0) == 1  # answered after all that was sent before it
         return list(jobs)
 
     def hit(self, chunks: int, seed: int) -> int:

@@ -24,6 +24,7 @@ from kvcellar.arena.table import FREE, READY, StripeTable
 from kvcellar.errors import WrongOwner
 from kvcellar.identity import ChunkKey, Namespace, NamespaceId, ParallelStrategy
 from kvcellar.ledger import NO_LEASE, SCHEDULER, Granted, LeaseId, Ledger, Shelf, audit
+from kvcellar.sketch import OwnSketch
 from kvcellar.slab import NO_PLACE, Place, place_of
 from tests.support import full_group, keys, namespace, window_group
 
@@ -34,8 +35,8 @@ ENGINES = {"a": TP2, "b": TP2, "mla": MLA2, "hybrid": HYBRID}
 RACKS = {TP2.id: 2, MLA2.id: 1, HYBRID.id: 1}  # per group: 2 + 4, 4 and 4 slots
 WINDOWS: dict[NamespaceId, list[int | None]] = {TP2.id: [None], MLA2.id: [None], HYBRID.id: [None, 1]}
 PAGES = {TP2.id: 2, MLA2.id: 1, HYBRID.id: 1}  # per stripe
-MEMORY = 1 << 20
-HOLD_PAGES = 10
+MEMORY, HOLD_PAGES = 1 << 20, 10
+SKETCH = OwnSketch()  # of all servers: it may claim too much, and never too little
 
 TRUNK = keys(2, "trunk")
 PROMPTS = [TRUNK + keys(3, "left"), TRUNK + keys(3, "right"), keys(4, "alone")]
@@ -204,7 +205,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _serve(self) -> None:
         self.epoch += 1
         self.arena = Arena(self.root / "cellar", MEMORY)
-        self.ledger = Ledger(self.epoch, HOLD_PAGES * 4096)
+        self.ledger = Ledger(self.epoch, HOLD_PAGES * 4096, SKETCH)
         self.ledger.set_grace(True)
         for found in self.arena.adopt():
             shelf = self.ledger.open_room(found.namespace).shelves[found.key.group]

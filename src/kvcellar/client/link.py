@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from kvcellar.errors import BadRequest, CellarError, DeadlineExceeded, Disconnected, from_code
+from kvcellar.sketch import Sketch
 from kvcellar.wire import CONTROL, FrameReader, client_reader, encode
 from kvcellar.wire import messages as m
 
@@ -28,6 +29,7 @@ class Link:
         self.epoch = 0
         self.newest_lease = 0
         self.has_tiers = False
+        self.sketch: Sketch | None = None  # of what the server's memory may hold
         self._poll = select.poll()
         self._reader: FrameReader[m.FromServer] = client_reader()
         self._backlog: list[m.FromServer] = []  # arrived beside what a `call` waited for

@@ -27,8 +27,9 @@ import numpy.typing as npt
 
 from kvcellar.client.backoff import keep_trying
 from kvcellar.client.link import Link
+from kvcellar.client.slabs import fetch_sketch
 from kvcellar.errors import BadRequest, CellarError, Disconnected, Unavailable
-from kvcellar.identity import KEY_BYTES, ChunkKey, Namespace
+from kvcellar.identity import KEY_BYTES, ChunkKey, Namespace, window_chunks
 from kvcellar.ledger import LEASE_BITS
 from kvcellar.wire import MAX_FRAME
 from kvcellar.wire import messages as m
@@ -77,9 +78,9 @@ class Expected:
 class _Lookup:
     """The tag of a lookup under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, abandoned: bool = False) -> None:
         self.grant: Grant | None = None
-        self.abandoned = False  # nobody waits any more: if it grants something, give it back
+        self.abandoned = abandoned  # nobody waits any more: if it grants something, give it back
 
 
 class SchedulerClient:
@@ -119,13 +120,16 @@ class SchedulerClient:
         if not keys:
             return _miss("")  # a prompt shorter than a chunk; the protocol has no empty lookup
         deadline = time.monotonic() + timeout
-        tag = _Lookup()
+        wait_ms = min(int(wait * 1000), m.MAX_WAIT_MS)
+        asked, tag = m.Lookup(self.namespace.id, _packed(keys), wait_ms), _Lookup()
         try:
             link = self._current_link()
+            if self._is_nowhere(link, keys):
+                self._queue.append((asked, _Lookup(abandoned=True)))  # for the server's books
+                return _miss("")
             if self._silent and not self._receive(link, 0.0):
                 return _miss("silent")
-            wait_ms = min(int(wait * 1000), m.MAX_WAIT_MS)
-            self._send(link, ((m.Lookup(self.namespace.id, _packed(keys), wait_ms), tag),), timeout)
+            self._send(link, ((asked, tag),), timeout)
             while tag.grant is None:
                 if not self._receive(link, deadline):
                     tag.abandoned = self._silent = True
@@ -133,6 +137,14 @@ class SchedulerClient:
         except Unavailable as error:
             return _miss(error.code)
         return tag.grant
+
+    def _is_nowhere(self, link: Link, keys: Sequence[ChunkKey]) -> bool:
+        """Surely not in memory, and there are no tiers: no need to wait for the server to say so."""
+        if link.sketch is None:
+            return False
+        # Without a window, there is no hit without the first chunk.
+        first = any(window_chunks(one, self.namespace.chunk_tokens) is None for one in self.namespace.groups)
+        return not any(map(link.sketch.may_have, keys[:1] if first else keys))
 
     def brought(self, ticket: int) -> Grant | None:
         """The whole hit, under a lease of its own beside that of the lookup, or a miss if there is no more
@@ -228,7 +240,7 @@ class SchedulerClient:
             if self._silent and not self._receive(link, 0.0):
                 # What frees something must not be lost while the connection stands; what asks can be.
                 asking = [tag for op, tag in self._queue if isinstance(op, m.Reserve)]
-                self._queue = [(op, tag) for op, tag in self._queue if not isinstance(op, m.Reserve)]
+                self._queue = [pair for pair in self._queue if not isinstance(pair[0], m.Reserve | m.Lookup)]
                 self._granted += [(tag, _miss("silent")) for tag in asking]
                 return
             told = list(itertools.islice(self._expected, _MAX_EXPECTED))
@@ -428,6 +440,9 @@ class SchedulerClient:
         with self._lock:
             known = tuple(self._known)
         link = Link.open(self.path, msgspec.structs.replace(self._hello, leases=known), _CONNECT_S)
+        if not link.has_tiers:
+            with contextlib.suppress(CellarError):  # it can do without
+                link.sketch = fetch_sketch(self.path)
         while True:
             namespace = self.namespace
             try:

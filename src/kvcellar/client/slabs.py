@@ -1,16 +1,19 @@
-"""The slabs that a worker has mapped, and how it gets them."""
+"""The slabs that a worker has mapped, and how it gets them, and a scheduler the sketch."""
 
 import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from kvcellar.errors import Disconnected, Unavailable, from_code
 from kvcellar.identity import NamespaceId
+from kvcellar.sketch import Sketch
 from kvcellar.slab import Place, Slab, SlabShape, Slot, rack_of, slot_of
 from kvcellar.wire import DESCRIPTOR, PREFIX, encode, receive_with_fd
 from kvcellar.wire import messages as m
@@ -18,7 +21,9 @@ from kvcellar.wire import messages as m
 _FETCH_S = 2.0
 _ANSWER_BYTES = 4096
 
-_decoder = msgspec.msgpack.Decoder(m.SlabAnswer)
+_decoder = msgspec.msgpack.Decoder(m.DescriptorAnswer)
+
+_Answer = TypeVar("_Answer")
 
 
 class SlabWatcher(Protocol):
@@ -92,8 +97,21 @@ class SlabMap:
 
 
 def fetch_slab(path: Path, session: str, rank: int, namespace: NamespaceId, group: int, rack: int) -> Slab:
-    """Ask the server for a slab's descriptor, on a connection of its own, and map it."""
+    """Ask the server for a slab, on a connection of its own, and map it."""
     question = m.FetchSlab(m.PROTOCOL_VERSION, session, rank, namespace, group, rack)
+    with _fetched(path, question, m.SlabSent) as (fd, sent):
+        return Slab(fd, SlabShape(sent.slots, sent.slot_bytes))
+
+
+def fetch_sketch(path: Path) -> Sketch:
+    """The same for the sketch of what memory may hold."""
+    with _fetched(path, m.FetchSketch(m.PROTOCOL_VERSION), m.SketchSent) as (fd, _):
+        return Sketch(fd)
+
+
+@contextmanager
+def _fetched(path: Path, question: m.Message, wanted: type[_Answer]) -> Iterator[tuple[int, _Answer]]:
+    """The descriptor is closed at the end; what was mapped of it by then stays."""
     fd: int | None = None
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
@@ -104,11 +122,11 @@ def fetch_slab(path: Path, session: str, rank: int, namespace: NamespaceId, grou
         answer = _decoder.decode(data[PREFIX:])
         if isinstance(answer, m.Refused):
             raise from_code(answer.code, answer.message)
-        if fd is None:
-            raise Disconnected("a slab was announced but no descriptor came")
-        return Slab(fd, SlabShape(answer.slots, answer.slot_bytes))
+        if fd is None or not isinstance(answer, wanted):
+            raise Disconnected(f"the server answered {type(answer).__name__}, and sent no such descriptor")
+        yield fd, answer
     except (OSError, msgspec.MsgspecError) as error:
-        raise Disconnected(f"cannot fetch a slab: {error}") from None
+        raise Disconnected(f"cannot fetch a descriptor: {error}") from None
     finally:
         if fd is not None:
             os.close(fd)

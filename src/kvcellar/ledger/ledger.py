@@ -27,6 +27,7 @@ from kvcellar.ledger.room import Room
 from kvcellar.ledger.session import SCHEDULER, Session
 from kvcellar.ledger.shelf import Shelf
 from kvcellar.ledger.stripe import Stripe
+from kvcellar.sketch import Sketch
 from kvcellar.slab import NO_PLACE
 
 NO_LEASE = LeaseId(0)
@@ -47,7 +48,7 @@ class Granted(NamedTuple):
 
 
 class Ledger:
-    def __init__(self, epoch: int, hold_limit: int) -> None:
+    def __init__(self, epoch: int, hold_limit: int, sketch: Sketch | None = None) -> None:
         assert 0 < epoch < 1 << EPOCH_BITS
         self.epoch = epoch
         self.hold_limit = hold_limit  # bytes one session may keep pinned or in writing
@@ -56,6 +57,7 @@ class Ledger:
         self.counts: Counter[str] = Counter()
         self.in_grace = False
         self.own = OwnPins()
+        self._sketch = sketch
         # Told of stripes that were just published, later chunks first: what write-back begins with.
         self.published: Callable[[Room, int, list[Stripe]], None] | None = None
         # Told of stripes that were read, later chunks first: those not used since the eviction policy looked.
@@ -109,7 +111,7 @@ class Ledger:
     def open_room(self, namespace: Namespace) -> Room:
         room = self.rooms.get(namespace.id)
         if room is None:
-            room = self.rooms[namespace.id] = Room(namespace)
+            room = self.rooms[namespace.id] = Room(namespace, self._sketch)
             room.set_guarded(self.in_grace)
         return room
 

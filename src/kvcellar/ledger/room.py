@@ -2,12 +2,15 @@
 
 from kvcellar.identity import Namespace, stripe_bytes, window_chunks
 from kvcellar.ledger.shelf import Shelf
+from kvcellar.sketch import Sketch
 
 
 class Room:
-    def __init__(self, namespace: Namespace) -> None:
+    def __init__(self, namespace: Namespace, sketch: Sketch | None = None) -> None:
         self.namespace = namespace
-        self.shelves = [Shelf(stripe_bytes(namespace, group)) for group in range(len(namespace.groups))]
+        self.shelves = [
+            Shelf(stripe_bytes(namespace, group), sketch=sketch) for group in range(len(namespace.groups))
+        ]
         self.windows = [window_chunks(group, namespace.chunk_tokens) for group in namespace.groups]
         self.has_windows = any(window is not None for window in self.windows)
         self.chunk_bytes = sum(shelf.stripe_bytes for shelf in self.shelves)

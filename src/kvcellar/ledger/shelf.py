@@ -17,6 +17,7 @@ from typing import Protocol
 from kvcellar.identity import ChunkKey
 from kvcellar.ledger.policy import DefaultPolicy, EvictionPolicy
 from kvcellar.ledger.stripe import Stripe
+from kvcellar.sketch import Sketch
 from kvcellar.slab import Place, place_of, rack_of, slot_of
 
 # How many ancestors are looked at; who has more is not tied to its parent where there is a doubt.
@@ -42,7 +43,10 @@ class Table(Protocol):
 
 
 class Shelf:
-    def __init__(self, stripe_bytes: int, policy: EvictionPolicy | None = None) -> None:
+    def __init__(
+        self, stripe_bytes: int, policy: EvictionPolicy | None = None, sketch: Sketch | None = None
+    ) -> None:
+        """`sketch`: is to know of every key in the index."""
         self.stripe_bytes = stripe_bytes
         self.tables: dict[int, Table] = {}
         self.left_by: Counter[str] = Counter()  # every way a stripe can leave
@@ -54,6 +58,7 @@ class Shelf:
         self._hidden = 0
         self._guarded = False  # engines of an earlier server may be about: evict nothing, reuse nothing
         self._policy = policy or DefaultPolicy()
+        self._sketch = sketch
 
     def __repr__(self) -> str:
         return f"<Shelf {len(self._index)} stripes, {len(self._free)} free of {self.slots}>"
@@ -93,9 +98,8 @@ class Shelf:
             stripe.pins += 1
 
     def unpin(self, stripes: Sequence[Stripe]) -> None:
-        self._policy.touch(
-            stripes
-        )  # now, not when pinned: a lookup waits for this, and pins protect till now
+        # Now, not when pinned: a lookup waits for that, and pins protect till now.
+        self._policy.touch(stripes)
         for stripe in stripes:
             stripe.pins -= 1
             if stripe.temporary and not stripe.pins:
@@ -120,7 +124,7 @@ class Shelf:
             return None
         stripe = Stripe(key, self._free.pop(), parent, temporary=temporary)
         self.tables[rack_of(stripe.place)].write(slot_of(stripe.place), key, parent)
-        self._index[key] = stripe
+        self._add_key(stripe)
         return stripe
 
     def publish(self, stripes: Iterable[Stripe]) -> int:
@@ -190,7 +194,8 @@ class Shelf:
                 unusable.append(slot)
                 continue
             kept.add(slot)
-            stripe = self._index[key] = Stripe(key, place_of(number, slot), parent, ready=True)
+            stripe = Stripe(key, place_of(number, slot), parent, ready=True)
+            self._add_key(stripe)
             self._add_child(parent)
             self._policy.admit(stripe)
         self._limbo.extend(place_of(number, slot) for slot in unusable)
@@ -237,6 +242,7 @@ class Shelf:
             assert stripe.key == key
             assert stripe.indexed
             assert stripe.pins == pins.get(id(stripe), 0), "pins miscounted"
+            assert self._sketch is None or self._sketch.may_have(key), "not in the sketch"
 
     # -- inside -----------------------------------------------------------------------------------------
 
@@ -259,9 +265,16 @@ class Shelf:
         if stripe.ready:
             self._policy.forget(stripe)
 
+    def _add_key(self, stripe: Stripe) -> None:
+        self._index[stripe.key] = stripe
+        if self._sketch is not None:
+            self._sketch.add(stripe.key)
+
     def _drop_key(self, stripe: Stripe) -> None:
         del self._index[stripe.key]
         stripe.indexed = False
+        if self._sketch is not None:
+            self._sketch.drop(stripe.key)
         self._drop_child(stripe.parent)
 
     def _add_child(self, parent: ChunkKey | None) -> None:

@@ -22,12 +22,13 @@ from kvcellar.config import Settings
 from kvcellar.errors import CellarError, Draining, Forbidden, StartupError
 from kvcellar.ledger import EPOCH_BITS, Ledger
 from kvcellar.server.connection import Connection
-from kvcellar.server.descriptors import serve_descriptor
+from kvcellar.server.descriptors import Descriptors
 from kvcellar.server.members import Members
 from kvcellar.server.operations import Caller, Operations
 from kvcellar.server.status import make_report
 from kvcellar.server.steward import Steward
 from kvcellar.server.tiers import Tiers
+from kvcellar.sketch import OwnSketch
 from kvcellar.tiers.registry import parse_spec
 from kvcellar.wire import CONTROL, DESCRIPTOR, Peer, encode
 from kvcellar.wire import messages as m
@@ -50,13 +51,16 @@ class Server:
         self._connections: set[Connection] = set()
         memory = settings.memory or default_limit(settings.folder_path)
         self._arena = Arena(settings.folder_path, memory)
+        self._sketch = OwnSketch()
         self._ledger = Ledger(
             epoch=secrets.randbelow((1 << EPOCH_BITS) - 1) + 1,
             hold_limit=memory * settings.hold_percent // 100,
+            sketch=self._sketch,
         )
         self._steward = Steward(self._ledger, self._arena, time.monotonic)
         self._members = Members(self._ledger, self._arena.folder / "roster", self._steward.released)
         self._steward.members = self._members
+        self._descriptors = Descriptors(self._arena, self._members, self._steward, self._sketch)
         self._operations = Operations(self._ledger, self._members, self._steward, self.report)
         self._tiers: Tiers | None = None
 
@@ -72,6 +76,7 @@ class Server:
             if self._tiers is not None:
                 self._tiers.close()
             self._arena.close()
+            self._sketch.close()
             raise
         self._catch_signals()
         accepting = asyncio.create_task(self._accept(listener))
@@ -99,6 +104,7 @@ class Server:
         if self._tiers is not None:
             self._tiers.close()
         await self._steward.close()
+        self._sketch.close()
         if self._tiers is None or self._tiers.is_idle:
             self._arena.close()
         # Else a call that hangs may still write to a slab: the lock goes when the process is really gone.
@@ -175,7 +181,7 @@ class Server:
                 kind = await loop.sock_recv(sock, 1)
                 self._check_uid(peer)
                 if kind == DESCRIPTOR:
-                    await serve_descriptor(sock, peer, self._arena, self._members, self._steward)
+                    await self._descriptors.serve(sock, peer)
             # Not on the clock, and its own from now on: it may attach, and its pidfd be watched, before this
             # task hears that it was handed over.
             if kind == CONTROL:

@@ -14,7 +14,7 @@ import msgspec
 from kvcellar.errors import BadRequest
 from kvcellar.identity import ID_BYTES, KEY_BYTES, ChunkKey, Namespace
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_KEYS = 65_536
 MAX_OPS = 256
@@ -332,7 +332,21 @@ class SlabSent(Message, frozen=True):
     slot_bytes: int
 
 
-SlabAnswer = SlabSent | Refused
+class FetchSketch(Message, frozen=True):
+    """On a connection of its own: the sketch of what memory may hold, to be read without asking. Answered by
+    SketchSent, with the descriptor, or Refused.
+    """
+
+    version: int
+
+
+class SketchSent(Message, frozen=True):
+    """The sketch's descriptor comes with this message (SCM_RIGHTS). It has a byte for every value of the
+    lower 20 bits of a key's first four bytes, little-endian: 0 if no chunk with such a key is in memory.
+    """
+
+
+DescriptorAnswer = SlabSent | SketchSent | Refused
 
 
 def split_keys(packed: bytes) -> list[ChunkKey]:
