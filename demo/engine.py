@@ -42,12 +42,14 @@ class Answer(NamedTuple):
 
 
 def transfer_config(server_socket: Path) -> str:
-    """The README's line, and where the server is, since the demo's has a socket of its own."""
+    """The README's line, where the server is, since the demo's has a socket of its own, and more patience: two
+    cores are few for two engines and a server.
+    """
     config = {
         "kv_connector": "KVCellarConnector",
         "kv_connector_module_path": "kvcellar.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"socket": str(server_socket)},
+        "kv_connector_extra_config": {"socket": str(server_socket), "lookup_timeout_ms": 5000},
     }
     return json.dumps(config, separators=(",", ":"))
 

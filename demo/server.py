@@ -34,8 +34,14 @@ class Server:
         self._program.kill()
 
     def wait_attached(self, engines: int) -> None:
-        """Until every engine's scheduler (-1) and worker (0) are connected."""
-        self._wait(lambda now: [one.connected for one in now.sessions] == [[-1, 0]] * engines, "found it")
+        """Until every engine's scheduler (-1) and worker (0) are connected, and have said for what."""
+
+        def attached(now: StatusReport) -> bool:
+            return [one.connected for one in now.sessions] == [[-1, 0]] * engines and all(
+                one.counts.get("messages", 0) >= len(one.connected) for one in now.sessions
+            )
+
+        self._wait(attached, "found it")
 
     def wait_stored(self, chunks: int) -> None:
         """Until so many chunks are there to be found."""

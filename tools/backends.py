@@ -207,7 +207,7 @@ class ValkeyCluster:
 
     def __init__(self, home: Path, *arguments: str) -> None:
         flags = ["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf"]
-        flags += ("--cluster-require-full-coverage", "no", "--cluster-node-timeout", "2000", *arguments)
+        flags += ("--cluster-require-full-coverage", "no", "--cluster-node-timeout", "15000", *arguments)
         self.nodes = [Valkey(home / str(number), *flags) for number in range(3)]
         for node in self.nodes:
             node.arguments += ("--cluster-port", str(node.bus_port))
@@ -309,7 +309,7 @@ class MooncakeMaster(Backend):
             str(self.folder / "mooncake" / "mooncake_master"),
             *hosts,
             *ports,
-            "--default_kv_lease_ttl=500",
+            "--default_kv_lease_ttl=5000",
         ]
 
     def ready(self) -> bool:

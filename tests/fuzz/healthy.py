@@ -28,7 +28,7 @@ from tests.fuzz.words import HEALTHY
 
 KEPT, CHURN = namespace(96, tenant="kept"), namespace(102, tenant="churn")
 _PROMPTS, _CHUNKS = 24, 8
-_ANSWER_S = 1.0
+_ANSWER_S = 5.0
 _PAUSE_S = 0.003
 
 

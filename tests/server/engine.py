@@ -23,8 +23,9 @@ from tests.support import full_group, keys, namespace, window_group
 REPOSITORY = Path(__file__).parents[2]
 
 # A reserve waits so long for memory that is just being made, and is then granted what fits, which a test may
-# take for something else. As long as the server ever waits: 0.2 s are little on a busy machine.
-scheduler._FLUSH_S = 1.0
+# take for something else; and a server that takes no bytes for so long is taken for gone. 0.2 s are little on a
+# busy machine. The server itself waits no longer than a second.
+scheduler._FLUSH_S = 10.0
 
 # Every namespace that tests use, by a name that can be given to another process.
 NAMESPACES: dict[str, Namespace] = {
@@ -166,7 +167,7 @@ class Engine:
                 transfer = self._transfer(shard, group, len(chunks))
                 for row, key in enumerate(wanted):
                     transfer.memory[row] = kv_of(key, shard, group, transfer.size)
-                with self.workers[rank].copying(grant.lease) as slots:
+                with self.workers[rank].copying(grant.lease, PATIENCE) as slots:
                     transfer.host.store(transfer.plan(places[chunks]), wanted, slots)
 
     def commit(self, grant: Grant) -> None:
@@ -188,7 +189,7 @@ class Engine:
         for group, places in enumerate(grant.places):
             chunks, wanted = _chosen(places, seed)
             transfer = self._transfer(shard, group, len(chunks))
-            with self.workers[rank].copying(grant.lease) as slots:
+            with self.workers[rank].copying(grant.lease, PATIENCE) as slots:
                 failed = transfer.host.load(transfer.plan(places[chunks]), wanted, slots)
             bad += [(group, chunks[row]) for row in failed]
             for row, key in enumerate(wanted):

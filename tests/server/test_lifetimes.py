@@ -204,8 +204,9 @@ def test_a_client_that_leaves_gives_everything_back_at_once(server, engine):
     eventually(lambda: server.status().sessions == [])
 
 
-def test_a_worker_stays_until_its_leaving_was_heard(server):
+def test_a_worker_stays_until_its_leaving_was_heard(server, monkeypatch):
     """A server that tells it of a rack in that moment would meet a closed connection, and read no further."""
+    monkeypatch.setattr("kvcellar.client.worker._SEND_S", PATIENCE)
     closed, gone_before = threading.Event(), []
     with Tap(server.socket.with_name("tap"), server.socket) as tap:
 

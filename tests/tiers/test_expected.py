@@ -143,9 +143,9 @@ def test_a_slow_tier_reads_for_its_time_and_then_for_the_next_in_line(gate, stop
     one.store(60)
     one.store(60, seed=1)
     settle_and_forget(server)
-    (gate / "slow").write_text("40000")  # bytes a second: 0.1 s an object and thread
-    one.expect(60, wait=0.8)
-    one.expect(60, seed=1, wait=0.8)
+    (gate / "slow").write_text("16000")  # bytes a second: 0.26 s an object and thread
+    one.expect(60, wait=2.0)
+    one.expect(60, seed=1, wait=2.0)
     eventually(lambda: one.hit(60, seed=1))
     assert 0 < one.hit(60) < 60
 

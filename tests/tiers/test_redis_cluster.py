@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from redis.crc import key_slot
 
-from kvcellar.tiers import EngineError
+from kvcellar.tiers import EngineError, redis_nodes
 from kvcellar.tiers.redis import RedisEngine
 from tests.server.engine import eventually
 from tests.tiers.conformance import MIB, buffer, same
@@ -136,11 +136,12 @@ def test_a_missing_slot_range_is_said_and_the_rest_stays_usable(cluster, engine,
     eventually(heals)
 
 
-def test_a_paused_node_costs_its_own_keys_alone(cluster, opened):
-    engine = opened(cluster.url, timeout="1")
+def test_a_paused_node_costs_its_own_keys_alone(cluster, opened, monkeypatch):
+    engine = opened(cluster.url, timeout="5")
     names = [name_in(cluster, number) for number in range(3)]
     for name in names:
         engine.write(name, buffer(1000, seed=1))
+    monkeypatch.setattr(redis_nodes, "_REST_S", 60.0)
     cluster.nodes[0].pause()
     try:
         with pytest.raises(EngineError, match="did not answer in time"):
@@ -151,6 +152,7 @@ def test_a_paused_node_costs_its_own_keys_alone(cluster, opened):
             assert engine.read(name, buffer(1000))
     finally:
         cluster.nodes[0].resume()
+        monkeypatch.undo()
 
     def heals() -> bool:
         try:

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from kvcellar.errors import StartupError
+from kvcellar.tiers import breaker
 from kvcellar.tiers.engine import EngineError
 from kvcellar.tiers.memory import MemoryEngine
 from kvcellar.tiers.tier import HANDS, Tier
@@ -93,9 +94,14 @@ class Rig:
         self.tier.close()
 
 
+PAUSE_S = 60.0  # of a breaker, so that none ends by itself
+
+
 @pytest.fixture
-def run():
+def run(monkeypatch):
     """Run an async test with a rig of its own, within a deadline."""
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", PAUSE_S)
+    monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", PAUSE_S)
     rigs = []
 
     def run(test):
@@ -160,7 +166,7 @@ def test_an_engine_that_fails_is_left_alone_and_comes_back(run):
         assert not await rig.tier.read(name_of(1), buffer(10), intact)
         assert rig.engine.calls == calls, "it was not asked"
         rig.engine.error = None
-        rig.clock.ahead += 2
+        rig.clock.ahead += PAUSE_S
         assert await rig.tier.exist([name_of(1)]) == [True]
         assert rig.tier.state == ("up", "")
 

@@ -79,9 +79,12 @@ def test_new_weights_find_nothing_old_and_others_keep_theirs(
     fresh = one.round([prompts[-1]])
     assert fresh.tokens == truth[-1:]
     assert fresh.cached == [0]
-    assert one.call("reset_prefix_cache") is True
-    own = one.round([prompts[-1]])
-    assert own.tokens == truth[-1:]
+    for _ in range(20):  # memory is taken back from the others, which may last longer than a store waits
+        assert one.call("reset_prefix_cache") is True
+        own = one.round([prompts[-1]])
+        assert own.tokens == truth[-1:]
+        if own.external[0]:
+            break
     assert own.external[0] > 0, "what the new weights made is not found"
     assert other.call("reset_prefix_cache") is True
     kept = other.round(prompts)

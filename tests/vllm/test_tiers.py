@@ -20,6 +20,7 @@ from tests.vllm.tap import Tap
 pytestmark = pytest.mark.timeout(600)
 
 CHUNK = 128
+TOKENS = 4 * CHUNK  # of an answer that takes longer than a disk
 
 
 def tier_chunks(server: ServerProcess) -> int:
@@ -67,8 +68,8 @@ def test_tokens_from_disk_are_those_of_computing(
 def test_what_waits_in_the_queue_is_brought_up_before_the_engine_gets_to_it(
     stopped_server: ServerProcess, tmp_path: Path
 ) -> None:
-    """One request at a time: three wait while the first, too short to be looked up, decodes. What the next
-    two need is on disk; the last is aborted before its turn.
+    """One request at a time: three wait while the first, too short to be looked up, decodes for seconds. What
+    the next two need is on disk; the last is aborted before its turn.
     """
     server = stopped_server.start(memory="512MiB", disk=str(tmp_path / "disk"), disk_size="256MiB")
     draw = random.Random(5)
@@ -77,12 +78,12 @@ def test_what_waits_in_the_queue_is_brought_up_before_the_engine_gets_to_it(
     with Tap(tmp_path / "tap", server.socket) as tap:
         connector = {"socket": str(tap.path), "lookup_timeout_ms": 5000}
         with VllmEngine("gqa", tmp_path / "engine", connector=connector, max_num_seqs=1) as engine:
-            truth = engine.round([other, again], max_tokens=CHUNK)
+            truth = engine.round([other, again], max_tokens=TOKENS)
             eventually(lambda: not server.status().tiers[0].queued)
             forget(server)
             tap.forget()
             prompts = [first, other, again, late]
-            answer = engine.round(prompts, max_tokens=CHUNK, together=True, abort_at={"3": 20})
+            answer = engine.round(prompts, max_tokens=TOKENS, together=True, abort_at={"3": 20})
             assert answer.outputs[3].stage == "waiting"
             assert answer.tokens[1:3] == truth.tokens
             assert answer.cached[:3] == [0, 8 * CHUNK, 6 * CHUNK]

@@ -100,8 +100,8 @@ def _stores(engine: Engine) -> Callable[[], float]:
 
 
 def _repeat(operation: Callable[[], float], until: float) -> list[float]:
-    times = []
-    while time.perf_counter() < until:
+    times: list[float] = []
+    while not times or time.perf_counter() < until:
         times.append(operation())
     return times
 

@@ -54,8 +54,9 @@ _LOOK_S = 1.0
 _AT_ONCE = 8
 # Chunks about which tiers are asked in one message.
 _BATCH = 128
-# A tier that does not even say what it has within this, or ten times what it usually takes, is passed over.
-# Not sooner: a busy host has pauses too. One that never answered yet may have connections to make.
+# A tier that does not even say what it has within this, or ten times what it usually takes, or a tenth of the
+# time that is left, is passed over. Not sooner: a busy host has pauses too. One that never answered yet may
+# have connections to make.
 _SAY_S, _FIRST_SAY_S = 0.25, 1.0
 
 _NOTHING = Granted(NO_LEASE, 0, [])
@@ -307,8 +308,8 @@ class Prefetch:
                 continue
             names = [wait.goods.probe_name(group, wait.keys[chunk]) for group, chunk in asked]
             answer = tier.exist(names, wait.deadline)
-            usual = tier.stats.latency_s
-            await asyncio.wait([answer], timeout=max(_SAY_S, 10 * usual) if usual else _FIRST_SAY_S)
+            usual = 10 * tier.stats.latency_s or _FIRST_SAY_S
+            await asyncio.wait([answer], timeout=max(_SAY_S, usual, wait.left / 10))
             if not answer.done():
                 wait.silent.add(tier)
                 continue
