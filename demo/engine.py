@@ -42,8 +42,8 @@ class Answer(NamedTuple):
 
 
 def transfer_config(server_socket: Path) -> str:
-    """The README's line, where the server is, since the demo's has a socket of its own, and more patience: two
-    cores are few for two engines and a server.
+    """The README's line, where the server is, since the demo's has a socket of its own, and more patience:
+    two cores are few for two engines and a server.
     """
     config = {
         "kv_connector": "KVCellarConnector",

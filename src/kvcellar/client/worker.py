@@ -289,7 +289,9 @@ class WorkerClient:
             slabs.missing.add((group, rack))
             return False
         else:
-            slabs.add(group, rack, slab)
+            with self._state:
+                if self._slabs is slabs:  # or it is of a namespace that we left meanwhile
+                    slabs.add(group, rack, slab)
         return True
 
     def _detach(self, link: Link) -> None:

@@ -208,6 +208,7 @@ class SchedulerSide:
             tracked.grant, tracked.planned = brought, brought.chunks
             return True
         client.give_up(grant.ticket)
+        self._patience.forget(grant.ticket)
         tracked.grant = grant._replace(ticket=0)
         return True
 
@@ -342,6 +343,7 @@ class SchedulerSide:
             if tracked.loading or tracked.request.num_computed_tokens:
                 tracked.mixed_at = tracked.request.num_preemptions
         if self._client is not None:
+            self._client.flush()  # the next step may be far away
             self._client.register(self._make_namespace(), self._options.lookup_timeout)
 
     def close(self) -> None:
