@@ -45,7 +45,6 @@ _OWED_S = 2.0  # no answer takes so long; half of it, if memory must be made fir
 _UNHEARD_S = 15.0
 _WATCH_MS = 500  # how often that is looked at
 
-
 _GRANTING = m.Lookup | m.Reserve | m.Abandon  # the last one may cross a Brought
 
 
@@ -69,7 +68,7 @@ class SchedulerClient:
         self._silent = False  # the last lookup got no answer: do not wait for another before something comes
         self._lock = (
             threading.RLock()
-        )  # guards namespace, _link and _known against the thread that reconnects
+        )  # guards namespace, _link and _known: there is a thread that reconnects
         self._stopped = threading.Event()
         self._thread = threading.Thread(
             target=self._keep_connected, args=(told,), name="kvcellar-scheduler", daemon=True
@@ -417,7 +416,8 @@ class SchedulerClient:
             hang_up = select.poll()
             hang_up.register(link.sock, select.POLLRDHUP)
             while self._link is link and not hang_up.poll(_WATCH_MS):
-                if link.silent_since and time.monotonic() - link.silent_since > _UNHEARD_S:
+                since = link.silent_since
+                if since and time.monotonic() - since > _UNHEARD_S:
                     link.sock.shutdown(socket.SHUT_RDWR)
         with self._lock:
             if self._link is link:
