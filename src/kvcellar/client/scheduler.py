@@ -66,9 +66,8 @@ class SchedulerClient:
         self._brought: dict[int, Grant | None] = {}  # by ticket: what tiers had, None until it is there
         self._expected: dict[Expected, None] = {}  # to be told at a flush
         self._silent = False  # the last lookup got no answer: do not wait for another before something comes
-        self._lock = (
-            threading.RLock()
-        )  # guards namespace, _link and _known: there is a thread that reconnects
+        # Guards namespace, _link and _known against the thread that reconnects.
+        self._lock = threading.RLock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(
             target=self._keep_connected, args=(told,), name="kvcellar-scheduler", daemon=True
