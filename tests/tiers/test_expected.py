@@ -140,14 +140,14 @@ def test_the_longest_prompts_are_told_of_in_frames_that_fit(cold, engine):
 def test_a_slow_tier_reads_for_its_time_and_then_for_the_next_in_line(gate, stopped_server, engine):
     server = stopped_server.start()
     one = engine()
-    one.store(60)
-    one.store(60, seed=1)
+    one.store(200)
+    one.store(200, seed=1)
     settle_and_forget(server)
-    (gate / "slow").write_text("16000")  # bytes a second: 0.26 s an object and thread
-    one.expect(60, wait=2.0)
-    one.expect(60, seed=1, wait=2.0)
-    eventually(lambda: one.hit(60, seed=1))
-    assert 0 < one.hit(60) < 60
+    (gate / "slow").write_text("40000")  # bytes a second: 0.1 s an object and thread
+    one.expect(200, wait=2.0)
+    one.expect(200, seed=1, wait=2.0)
+    eventually(lambda: one.hit(200, seed=1))
+    assert 0 < one.hit(200) < 200
 
 
 def test_an_engine_that_dies_expects_nothing_any_more(cold, engine, tmp_path):
