@@ -71,6 +71,22 @@ def test_with_tiers_everything_is_asked_for(stopped_server, engine, tmp_path):
     assert waits(stopped_server, engine(), 3)
 
 
+def test_where_the_kernel_makes_no_such_memory_everything_is_asked_for(
+    stopped_server, engine, tmp_path, monkeypatch
+):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\ndef memfd_create(*_): raise PermissionError(13, 'Permission denied')\n"
+        "os.memfd_create = memfd_create\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    server = stopped_server.start()
+    one = engine()
+    assert waits(server, one, 3)
+    one.store(3)
+    assert one.hit(3) == 3
+    assert "engines ask for every prompt: Permission denied" in server.log.read_text()
+
+
 def test_a_hit_that_does_not_need_its_first_chunk_is_found(server, engine):
     """Where all layers have a window."""
     one = engine()

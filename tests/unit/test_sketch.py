@@ -82,8 +82,6 @@ def test_engines_can_neither_write_to_it_nor_cut_it_short(own):
     with pytest.raises(PermissionError):
         os.ftruncate(again, 0)
     os.close(again)
-    with pytest.raises(TypeError):
-        Sketch(own.descriptor).add(key_of(1))
 
 
 def test_what_is_no_sketch_is_not_mapped(tmp_path):

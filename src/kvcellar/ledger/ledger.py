@@ -27,7 +27,7 @@ from kvcellar.ledger.room import Room
 from kvcellar.ledger.session import SCHEDULER, Session
 from kvcellar.ledger.shelf import Shelf
 from kvcellar.ledger.stripe import Stripe
-from kvcellar.sketch import Sketch
+from kvcellar.sketch import OwnSketch
 from kvcellar.slab import NO_PLACE
 
 NO_LEASE = LeaseId(0)
@@ -48,7 +48,7 @@ class Granted(NamedTuple):
 
 
 class Ledger:
-    def __init__(self, epoch: int, hold_limit: int, sketch: Sketch | None = None) -> None:
+    def __init__(self, epoch: int, hold_limit: int, sketch: OwnSketch | None = None) -> None:
         assert 0 < epoch < 1 << EPOCH_BITS
         self.epoch = epoch
         self.hold_limit = hold_limit  # bytes one session may keep pinned or in writing

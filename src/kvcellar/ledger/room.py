@@ -2,11 +2,11 @@
 
 from kvcellar.identity import Namespace, stripe_bytes, window_chunks
 from kvcellar.ledger.shelf import Shelf
-from kvcellar.sketch import Sketch
+from kvcellar.sketch import OwnSketch
 
 
 class Room:
-    def __init__(self, namespace: Namespace, sketch: Sketch | None = None) -> None:
+    def __init__(self, namespace: Namespace, sketch: OwnSketch | None = None) -> None:
         self.namespace = namespace
         self.shelves = [
             Shelf(stripe_bytes(namespace, group), sketch=sketch) for group in range(len(namespace.groups))

@@ -17,7 +17,7 @@ from typing import Protocol
 from kvcellar.identity import ChunkKey
 from kvcellar.ledger.policy import DefaultPolicy, EvictionPolicy
 from kvcellar.ledger.stripe import Stripe
-from kvcellar.sketch import Sketch
+from kvcellar.sketch import OwnSketch
 from kvcellar.slab import Place, place_of, rack_of, slot_of
 
 # How many ancestors are looked at; who has more is not tied to its parent where there is a doubt.
@@ -44,7 +44,7 @@ class Table(Protocol):
 
 class Shelf:
     def __init__(
-        self, stripe_bytes: int, policy: EvictionPolicy | None = None, sketch: Sketch | None = None
+        self, stripe_bytes: int, policy: EvictionPolicy | None = None, sketch: OwnSketch | None = None
     ) -> None:
         """`sketch`: is to know of every key in the index."""
         self.stripe_bytes = stripe_bytes

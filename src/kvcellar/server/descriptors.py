@@ -11,7 +11,14 @@ import socket
 import msgspec
 
 from kvcellar.arena import Arena, RackKey
-from kvcellar.errors import BadRequest, CellarError, UnknownNamespace, VersionMismatch, WrongOwner
+from kvcellar.errors import (
+    BadRequest,
+    CellarError,
+    Unavailable,
+    UnknownNamespace,
+    VersionMismatch,
+    WrongOwner,
+)
 from kvcellar.identity import NamespaceId
 from kvcellar.server.members import Member, Members
 from kvcellar.server.steward import Steward
@@ -25,7 +32,7 @@ _decoder = msgspec.msgpack.Decoder(m.FetchSlab | m.FetchSketch)
 
 
 class Descriptors:
-    def __init__(self, arena: Arena, members: Members, steward: Steward, sketch: OwnSketch) -> None:
+    def __init__(self, arena: Arena, members: Members, steward: Steward, sketch: OwnSketch | None) -> None:
         self._arena = arena
         self._members = members
         self._steward = steward
@@ -37,13 +44,19 @@ class Descriptors:
             question = _decoder.decode(await _read_frame(sock))
             if question.version != m.PROTOCOL_VERSION:
                 raise VersionMismatch(f"this server speaks protocol {m.PROTOCOL_VERSION}")
-            if isinstance(question, m.FetchSketch):
-                _send(sock, m.SketchSent(), self._sketch.descriptor)
-            else:
+            if isinstance(question, m.FetchSlab):
                 self._send_slab(sock, question, peer)
+            elif self._sketch is None:
+                raise Unavailable("this server has no sketch")
+            else:
+                _send(sock, m.SketchSent(), self._sketch.descriptor)
         except (CellarError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             code = error.code if isinstance(error, CellarError) else BadRequest.code
             await asyncio.get_running_loop().sock_sendall(sock, encode(m.Refused(code, str(error)[:1000])))
+
+    def close(self) -> None:
+        if self._sketch is not None:
+            self._sketch.close()
 
     def _send_slab(self, sock: socket.socket, question: m.FetchSlab, peer: Peer) -> None:
         member = self._authorise(question, peer)

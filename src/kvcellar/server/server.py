@@ -28,7 +28,7 @@ from kvcellar.server.operations import Caller, Operations
 from kvcellar.server.status import make_report
 from kvcellar.server.steward import Steward
 from kvcellar.server.tiers import Tiers
-from kvcellar.sketch import OwnSketch
+from kvcellar.sketch import make_sketch
 from kvcellar.tiers.registry import parse_spec
 from kvcellar.wire import CONTROL, DESCRIPTOR, Peer, encode
 from kvcellar.wire import messages as m
@@ -51,16 +51,16 @@ class Server:
         self._connections: set[Connection] = set()
         memory = settings.memory or default_limit(settings.folder_path)
         self._arena = Arena(settings.folder_path, memory)
-        self._sketch = OwnSketch()
+        sketch = make_sketch()
         self._ledger = Ledger(
             epoch=secrets.randbelow((1 << EPOCH_BITS) - 1) + 1,
             hold_limit=memory * settings.hold_percent // 100,
-            sketch=self._sketch,
+            sketch=sketch,
         )
         self._steward = Steward(self._ledger, self._arena, time.monotonic)
         self._members = Members(self._ledger, self._arena.folder / "roster", self._steward.released)
         self._steward.members = self._members
-        self._descriptors = Descriptors(self._arena, self._members, self._steward, self._sketch)
+        self._descriptors = Descriptors(self._arena, self._members, self._steward, sketch)
         self._operations = Operations(self._ledger, self._members, self._steward, self.report)
         self._tiers: Tiers | None = None
 
@@ -76,7 +76,7 @@ class Server:
             if self._tiers is not None:
                 self._tiers.close()
             self._arena.close()
-            self._sketch.close()
+            self._descriptors.close()
             raise
         self._catch_signals()
         accepting = asyncio.create_task(self._accept(listener))
@@ -104,7 +104,7 @@ class Server:
         if self._tiers is not None:
             self._tiers.close()
         await self._steward.close()
-        self._sketch.close()
+        self._descriptors.close()
         if self._tiers is None or self._tiers.is_idle:
             self._arena.close()
         # Else a call that hangs may still write to a slab: the lock goes when the process is really gone.
