@@ -19,6 +19,8 @@ def waits(server, engine, *asked):
     server.signal(signal.SIGCONT)
     assert reason in ("", "deadline_exceeded")
     engine.scheduler.flush()
+    eventually(lambda: not (engine.scheduler.collect() or engine.scheduler._sent))  # it is heard again
+    engine.scheduler.flush()  # and what it granted too late is given back
     return reason == "deadline_exceeded"
 
 
