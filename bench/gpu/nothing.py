@@ -2,7 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -11,7 +15,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class NothingConnector(KVConnectorBase_V1):
+class NothingConnector(KVConnectorBase_V1, SupportsHMA):
+    """Of several groups, if the model has them: as many as without a connector."""
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass
 
@@ -40,3 +46,10 @@ class NothingConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:  # noqa: ARG002
         return KVConnectorMetadata()
+
+    def request_finished_all_groups(
+        self,
+        request: "Request",  # noqa: ARG002
+        block_ids: tuple[list[int], ...],  # noqa: ARG002
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, None

@@ -41,28 +41,39 @@ class Pool:
 class Steps:
     """An engine of one rank, of which only the steps are here."""
 
-    def __init__(self, engine: Engine, blocks: int = 1000) -> None:
+    def __init__(self, engine: Engine, blocks: int) -> None:
         self.client, self.rank = engine.scheduler, engine.workers[0]
         self.pool, self.stores = Pool(blocks), stores.Stores(1)
         self.stores.bind(self.pool)
         self._engine, self._blocks = engine, 0
 
-    def request(self, chunks: int, seed: int) -> Any:
-        """One that is about to be computed, in blocks of its own."""
+    def request(self, chunks: int, seed: int, decoded: int = 0) -> Any:
+        """One that is about to be computed, in blocks of its own. `decoded`: so many of the chunks are not of
+        its prompt.
+        """
         told = SimpleNamespace(
-            request_id=f"request {seed}", block_hashes=keys(chunks, seed), num_preemptions=0
+            request_id=f"request {seed}",
+            block_hashes=keys(chunks, seed),
+            num_preemptions=0,
+            num_prompt_tokens=(chunks - decoded) * CHUNK,
         )
         one = tracked.Tracked(told, 1, b"")
-        numbers = range(self._blocks, self._blocks + chunks * PER_CHUNK)
-        self._blocks = numbers.stop
-        one.blocks = ([SimpleNamespace(block_id=number, is_null=False) for number in numbers],)
+        one.blocks = [self._new_blocks(chunks) for _ in self.client.namespace.groups]
         return one
 
-    def step(self, *computing: Any) -> list[Any]:
-        """All of these prompts. When it returns, what the server has to say of it is there."""
+    def _new_blocks(self, chunks: int) -> list[Any]:
+        numbers = range(self._blocks, self._blocks + chunks * PER_CHUNK)
+        self._blocks = numbers.stop
+        return [SimpleNamespace(block_id=number, is_null=False) for number in numbers]
+
+    def step(self, *computing: Any, chunks: int | None = None) -> list[Any]:
+        """All of these prompts, or so many chunks of them. When it returns, what the server has to say of it
+        is there.
+        """
         jobs = self.stores.collect(self.client)
         for one in computing:
-            self.stores.plan(self.client, one, len(one.request.block_hashes) * CHUNK)
+            count = len(one.request.block_hashes) if chunks is None else chunks
+            self.stores.plan(self.client, one, count * CHUNK)
         self.client.flush()
         assert self.hit(1, seed=0) == 1  # answered after all that was sent before it
         return list(jobs)
@@ -82,8 +93,8 @@ class Steps:
 def steps(server: ServerProcess, engine: Callable[..., Engine]) -> Iterator[Callable[..., Steps]]:
     made: list[Steps] = []
 
-    def make(blocks: int = 1000) -> Steps:
-        one = engine()
+    def make(blocks: int = 1000, name: str = "one") -> Steps:
+        one = engine(name)
         one.store(1)  # so that there is memory
         made.append(Steps(one, blocks))
         return made[-1]
@@ -156,3 +167,58 @@ def test_places_for_what_was_dropped_meanwhile_are_given_back(steps: Callable[..
     assert engine.pool.held == 0
     assert engine.step() == []
     engine.step()  # with which they are given back
+
+
+def test_what_is_decoded_is_stored_four_chunks_at_a_time_and_the_rest_at_the_end(
+    steps: Callable[..., Steps],
+) -> None:
+    engine = steps()
+    request = engine.request(8, seed=1, decoded=7)
+    jobs = []
+    for chunks in range(1, 8):
+        jobs.append(engine.step(request, chunks=chunks))
+        engine.copy(jobs[-1])
+    assert [[job.stop for job in its] for its in jobs] == [[], [], [1], [], [], [], [4]]
+    assert engine.hit(8, seed=1) == 5
+    engine.stores.plan_rest(engine.client, request)
+    assert engine.pool.held == 2 * PER_CHUNK
+    for _ in range(3):
+        engine.copy(engine.step())
+    assert engine.hit(8, seed=1) == 7  # the eighth was never computed
+
+
+@pytest.mark.parametrize("why", ["preempted", "mixed"])
+def test_the_rest_of_a_request_whose_blocks_may_hold_something_else_is_not_stored(
+    steps: Callable[..., Steps], why: str
+) -> None:
+    engine = steps()
+    request = engine.request(3, seed=1, decoded=3)
+    engine.step(request)
+    if why == "preempted":
+        request.request.num_preemptions += 1
+    else:
+        request.mixed_at = 0
+    engine.stores.plan_rest(engine.client, request)
+    assert not engine.stores
+
+
+def test_what_is_decoded_does_not_wait_until_it_has_slid_out_of_a_window(
+    steps: Callable[..., Steps],
+) -> None:
+    engine = steps(name="hybrid")  # a window of two chunks
+    request = engine.request(3, seed=1, decoded=3)
+    for chunks in (1, 2, 3, 3, 3):
+        engine.copy(engine.step(request, chunks=chunks))
+    assert engine.hit(3, seed=1) == 3
+
+
+def test_of_blocks_that_have_slid_out_only_the_other_groups_are_stored(steps: Callable[..., Steps]) -> None:
+    engine = steps(name="hybrid")
+    request = engine.request(3, seed=1)
+    for block in request.blocks[1][: PER_CHUNK + 1]:  # all of the first chunk, and one of the second
+        block.is_null = True
+    engine.step(request)
+    assert engine.pool.held == (3 + 1) * PER_CHUNK
+    engine.step()
+    engine.copy(engine.step())
+    assert engine.hit(2, seed=1) == 0

@@ -85,6 +85,10 @@ class _Facade(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         self._worker.take(self._get_connector_metadata())
 
+    def has_connector_metadata(self) -> bool:
+        """Asked by every layer, and nobody else: is the connector to hear of it? There is nothing to do."""
+        return False
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: nothing to wait for."""
 

@@ -191,7 +191,7 @@ class SchedulerSide:
                 pays = self._patience.worth(chunks - max(had, grant.chunks), chunk)
                 self._patience.begin(grant.ticket, wait if pays else 0.0)
             tracked.grant = grant
-        tracked.planned = tracked.grant.chunks
+        tracked.plan_from(tracked.grant.chunks)
         if tracked.expected is not None and not tracked.expected.is_told:
             self._no_longer_expected(tracked)  # considered in the step in which it came: that was the lookup
 
@@ -205,7 +205,8 @@ class SchedulerSide:
             return False
         if brought is not None and brought.lease:
             self._give_back(tracked)
-            tracked.grant, tracked.planned = brought, brought.chunks
+            tracked.grant = brought
+            tracked.plan_from(brought.chunks)
             return True
         client.give_up(grant.ticket)
         self._patience.forget(grant.ticket)
@@ -287,7 +288,7 @@ class SchedulerSide:
             if tracked is None:
                 continue
             computed = tracked.request.num_computed_tokens + scheduled
-            if computed >= (tracked.planned + 1) * chunk:  # not so in most steps of requests that decode
+            if computed >= (tracked.ready + 1) * chunk:  # not so in most steps of requests that decode
                 self.stores.plan(client, tracked, computed)
         client.flush()
         if output.total_num_scheduled_tokens:
@@ -319,7 +320,7 @@ class SchedulerSide:
             tracked.loading = False
             tracked.grant = _nothing(tracked.grant.chunks if tracked.grant else 0)
             if tracked.failed:
-                tracked.planned = 0  # what was bad is gone from the cache, and worth storing again
+                tracked.plan_from(0)  # what was bad is gone from the cache, and worth storing again
 
     def finished(self, request: Request) -> bool:
         """Whether vLLM has to keep its blocks until its load is over. It does so for one that is aborted, but
@@ -330,6 +331,8 @@ class SchedulerSide:
             return False
         self._give_back(tracked)
         self._no_longer_expected(tracked)
+        if self._client is not None:
+            self.stores.plan_rest(self._client, tracked)
         return tracked.loading
 
     def new_generation(self) -> None:
@@ -339,7 +342,7 @@ class SchedulerSide:
         for tracked in self._requests.values():
             self._give_back(tracked)
             self._no_longer_expected(tracked)
-            tracked.planned = 0
+            tracked.plan_from(0)
             if tracked.loading or tracked.request.num_computed_tokens:
                 tracked.mixed_at = tracked.request.num_preemptions
         if self._client is not None:

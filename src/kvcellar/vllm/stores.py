@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 # Blocks that stores may hold, as a share of the pool. vLLM hears of a store that is over up to three steps
 # later, or four, so what those compute must fit; the requests hold most of it anyway, as long as they run.
 _HELD_SHARE = 2
+# Chunks that a request decodes are stored so many at a time, or when it ends: hardly anybody needs them
+# before, its blocks are its own anyway, and one chunk costs the engine's process almost as much as four.
+_DECODED_TOGETHER = 4
 # How long blocks are held for a server that does not say where to put them.
 _RESERVE_S = 2.0
 
-Blocks = dict[int, list[Any]]  # by group: block objects of vLLM's pool
+Blocks = Sequence[Any]  # objects of vLLM's pool
 
 
 class _Plan(NamedTuple):
@@ -35,12 +38,16 @@ class _Plan(NamedTuple):
     tracked: Tracked
     first: int
     keys: list[ChunkKey]
-    groups: list[int]
-    blocks: list[Blocks]  # by chunk
+    blocks: dict[int, Blocks]  # by group, as many for each chunk
     give_up: float
 
     def all_blocks(self) -> list[Any]:
-        return [block for chunk in self.blocks for group in self.groups for block in chunk[group]]
+        return list(itertools.chain.from_iterable(self.blocks.values()))
+
+    def blocks_of(self, group: int, chunk: int) -> Blocks:
+        """`chunk` counts from the plan's first."""
+        each = len(self.blocks[group]) // len(self.keys)
+        return self.blocks[group][chunk * each : (chunk + 1) * each]
 
 
 class _Store(NamedTuple):
@@ -72,39 +79,55 @@ class Stores:
 
     def plan(self, client: SchedulerClient, tracked: Tracked, computed: int) -> None:
         """Hold, and ask places for, the chunks that will be computed when this step is over, with `computed`
-        tokens in all.
+        tokens in all. Of those that a request has decoded, some at a time.
         """
         if tracked.is_mixed:
             return
         namespace = client.namespace
-        stop = min(computed // namespace.chunk_tokens, tracked.hashed_chunks())
-        if stop <= tracked.planned:
-            return
-        chunks = [_blocks_of(namespace, tracked.blocks, chunk) for chunk in range(tracked.planned, stop)]
+        ready = min(computed // namespace.chunk_tokens, tracked.hashed_chunks())
+        tracked.ready, tracked.ready_at = max(tracked.planned, ready), tracked.request.num_preemptions
+        decodes = tracked.planned >= tracked.request.num_prompt_tokens // namespace.chunk_tokens
+        if tracked.ready - tracked.planned >= (_decoded_together(namespace) if decodes else 1):
+            self._plan(client, tracked)
+
+    def plan_rest(self, client: SchedulerClient, tracked: Tracked) -> None:
+        """The request is over, and its blocks are about to be freed."""
+        # After a preemption its blocks are others', or not computed yet.
+        if not tracked.is_mixed and tracked.ready_at == tracked.request.num_preemptions:
+            self._plan(client, tracked)
+
+    def _plan(self, client: SchedulerClient, tracked: Tracked) -> None:
+        """What is ready."""
+        namespace, chunks = client.namespace, range(tracked.planned, tracked.ready)
+        has = [_which(namespace, group, blocks, chunks) for group, blocks in enumerate(tracked.blocks)]
         # Runs of chunks that have blocks in the same groups: a window group has none for what has slid out.
-        for groups, run in itertools.groupby(chunks, sorted):
-            blocks = list(run)
-            fits = self._fitting(blocks) if groups else len(blocks)
+        for having, run in itertools.groupby(zip(*has, strict=True)):
+            count = sum(1 for _ in run)
+            groups = [group for group, here in enumerate(having) if here]
+            fits = self._fitting(namespace, groups, count) if groups else count
             if groups and fits:
-                self._hold(client, tracked, groups, blocks[:fits])
+                self._hold(client, tracked, groups, fits)
             tracked.planned += fits
-            if fits < len(blocks):
-                return  # too many are held already: go on at the next step
+            if fits < count:  # too many are held already: go on at the next step
+                tracked.plan_from(tracked.planned)
+                return
 
-    def _fitting(self, chunks: list[Blocks]) -> int:
+    def _fitting(self, namespace: Namespace, groups: list[int], chunks: int) -> int:
         assert self._pool is not None
-        sizes = list(itertools.accumulate(sum(map(len, chunk.values())) for chunk in chunks))
-        share = self._pool.num_gpu_blocks // _HELD_SHARE
-        room = max(share, sizes[0]) - self._held  # one chunk may always be on its way
-        return sum(size <= room for size in sizes)
+        size = sum(namespace.chunk_tokens // namespace.groups[group].block_tokens for group in groups)
+        share: int = self._pool.num_gpu_blocks // _HELD_SHARE
+        room = max(share, size) - self._held  # one chunk may always be on its way
+        return min(chunks, max(0, room // size))
 
-    def _hold(
-        self, client: SchedulerClient, tracked: Tracked, groups: list[int], blocks: list[Blocks]
-    ) -> None:
+    def _hold(self, client: SchedulerClient, tracked: Tracked, groups: list[int], count: int) -> None:
         assert self._pool is not None
-        first = tracked.planned
-        keys = tracked.keys[first : first + len(blocks)]
-        plan = _Plan(tracked, first, keys, groups, blocks, time.monotonic() + _RESERVE_S)
+        first, stop = tracked.planned, tracked.planned + count
+        keys = tracked.keys[first:stop]
+        blocks = {
+            group: _slice(client.namespace, group, tracked.blocks[group], range(first, stop))
+            for group in groups
+        }
+        plan = _Plan(tracked, first, keys, blocks, time.monotonic() + _RESERVE_S)
         held = plan.all_blocks()
         self._pool.touch(held)
         self._held += len(held)
@@ -138,9 +161,9 @@ class Stores:
         if grant.chunks < len(plan.keys):
             plan.tracked.refused(plan.first + grant.chunks)
         copies, kept = [], []
-        for group, row in zip(plan.groups, grant.places, strict=False):
+        for group, row in zip(plan.blocks, grant.places, strict=False):
             places = {chunk: place for chunk, place in enumerate(row.tolist()) if place != NO_PLACE}
-            blocks = [plan.blocks[chunk][group] for chunk in places]
+            blocks = [plan.blocks_of(group, chunk) for chunk in places]
             kept += [block for chunk in blocks for block in chunk]
             ids = [[block.block_id for block in chunk] for chunk in blocks]
             copies.append(group_copy(client.namespace, group, places, ids, plan.keys))
@@ -176,13 +199,23 @@ class Stores:
             self._pool.free_blocks(reversed(blocks))
 
 
-def _blocks_of(namespace: Namespace, mine: Sequence[Sequence[Any]], chunk: int) -> Blocks:
-    """The blocks of one chunk, in the groups that have all of them."""
-    start, stop = chunk * namespace.chunk_tokens, (chunk + 1) * namespace.chunk_tokens
-    found = {}
-    for group, (spec, all_blocks) in enumerate(zip(namespace.groups, mine, strict=False)):
-        span = block_range(start, stop, spec.block_tokens)
-        blocks = list(all_blocks[span.start : span.stop])
-        if len(blocks) == len(span) and not any(block.is_null for block in blocks):
-            found[group] = blocks
-    return found
+def _decoded_together(namespace: Namespace) -> int:
+    """None of them may have slid out of a window by then."""
+    windows = [group.window_tokens for group in namespace.groups if group.window_tokens is not None]
+    return max(1, min([_DECODED_TOGETHER, *(window // namespace.chunk_tokens - 1 for window in windows)]))
+
+
+def _slice(namespace: Namespace, group: int, mine: Blocks, chunks: range) -> Blocks:
+    tokens, size = namespace.chunk_tokens, namespace.groups[group].block_tokens
+    span = block_range(chunks.start * tokens, chunks.stop * tokens, size)
+    return mine[span.start : span.stop]
+
+
+def _which(namespace: Namespace, group: int, mine: Blocks, chunks: range) -> list[bool]:
+    """Of which of these chunks has the group all blocks?"""
+    each = namespace.chunk_tokens // namespace.groups[group].block_tokens
+    there = [not block.is_null for block in _slice(namespace, group, mine, chunks)]
+    if len(there) == each * len(chunks) and all(there):
+        return [True] * len(chunks)
+    parts = [there[chunk * each : (chunk + 1) * each] for chunk in range(len(chunks))]
+    return [len(part) == each and all(part) for part in parts]

@@ -26,6 +26,8 @@ class Tracked:
         self.loading = False
         self.failed = False  # a load went wrong: it is not offered the cache again
         self.planned = 0  # chunks before this one are stored, or on their way
+        self.ready = 0  # and those before this one could be: they are computed, in blocks it has
+        self.ready_at = -1  # number of preemptions when that was found
         # vLLM's own lists, which it keeps up to date: by group, the blocks the request has.
         self.blocks: Sequence[Sequence[Any]] = ()
         self._patience = _TRIES
@@ -37,7 +39,11 @@ class Tracked:
         """There was no room for this chunk and those after it: there may be at a later step."""
         if self._patience:
             self._patience -= 1
-            self.planned = min(self.planned, chunk)
+            self.plan_from(min(self.planned, chunk))
+
+    def plan_from(self, chunk: int) -> None:
+        """Chunks before this one need not be stored; what is computed beyond will be looked at again."""
+        self.planned = self.ready = chunk
 
     @property
     def is_mixed(self) -> bool:
