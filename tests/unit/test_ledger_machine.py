@@ -111,10 +111,10 @@ class Model:
         return HOLD_PAGES - len(held) * PAGES[ENGINES[engine].id]
 
     def hit(self, engine: str, asked: Sequence[ChunkKey]) -> int:
-        ns = ENGINES[engine]
-        fits = self.fits(engine) // (PAGES[ns.id] * len(ns.groups))
-        for end in range(min(len(asked), fits), 0, -1):
-            if all(cell in self.visible for cell in needed(ns, asked[:end])):
+        ns, fits = ENGINES[engine], self.fits(engine)
+        for end in range(len(asked), 0, -1):
+            cells = list(needed(ns, asked[:end]))
+            if len(cells) * PAGES[ns.id] <= fits and self.visible.keys() >= set(cells):
                 return end
         return 0
 
