@@ -52,10 +52,9 @@ class LayoutDesc(NamedTuple):
 def layout_of(namespace: Namespace, shard: int, group: int) -> LayoutDesc:
     if not 0 <= shard < namespace.parallel.kv_world_size or not 0 <= group < len(namespace.groups):
         raise BadRequest(f"no shard {shard} or group {group} in this namespace")
-    spec = namespace.groups[group]
     stage = namespace.parallel.stage_of(shard)
-    layers = tuple(layer for layer in spec.layers if layer.stage == stage)
-    return LayoutDesc(layers, namespace.chunk_tokens // spec.block_tokens)
+    layers = tuple(layer for layer in namespace.groups[group].layers if layer.stage == stage)
+    return LayoutDesc(layers, namespace.blocks_per_chunk[group])
 
 
 def slot_bytes(namespace: Namespace, group: int) -> tuple[int, ...]:

@@ -101,16 +101,21 @@ class Namespace(_Record, frozen=True, dict=True):  # dict: room for what is work
         return msgspec.msgpack.encode(self)
 
     @functools.cached_property
+    def blocks_per_chunk(self) -> tuple[int, ...]:
+        """By group."""
+        return tuple(self.chunk_tokens // group.block_tokens for group in self.groups)
+
+    @functools.cached_property
     def object_bytes(self) -> tuple[tuple[int, ...], ...]:
         """By group and pipeline stage: the shards of one stage are alike. Added up once, since there may be
         thousands of layers and a thousand shards.
         """
-        return tuple(self._stage_bytes(group) for group in self.groups)
+        return tuple(map(self._stage_bytes, self.groups, self.blocks_per_chunk))
 
-    def _stage_bytes(self, group: Group) -> tuple[int, ...]:
+    def _stage_bytes(self, group: Group, blocks: int) -> tuple[int, ...]:
         sizes = [0] * self.parallel.pp
         for layer in group.layers:
-            sizes[layer.stage] += self.chunk_tokens // group.block_tokens * layer.block_bytes
+            sizes[layer.stage] += blocks * layer.block_bytes
         return tuple(sizes)
 
     @functools.cached_property

@@ -28,11 +28,10 @@ def group_copy(
     keys: Sequence[ChunkKey],
 ) -> GroupCopy:
     """`places` by chunk, with the rows of block ids in the same order; `keys` of all chunks."""
-    per_chunk = namespace.chunk_tokens // namespace.groups[group].block_tokens
     return GroupCopy(
         group,
         np.fromiter(places.values(), dtype=np.uint32, count=len(places)),
-        np.asarray(rows, dtype=np.int64).reshape(len(rows), per_chunk),
+        np.asarray(rows, dtype=np.int64).reshape(len(rows), namespace.blocks_per_chunk[group]),
         list(places),
         [keys[chunk] for chunk in places],
     )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # later, or four, so what those compute must fit; the requests hold most of it anyway, as long as they run.
 _HELD_SHARE = 2
 # Chunks that a request decodes are stored so many at a time, or when it ends: hardly anybody needs them
-# before, its blocks are its own anyway, and one chunk costs the engine's process almost as much as four.
+# before, its blocks are its own anyway, and a store is messages, a job and wake-ups, whatever its size.
 _DECODED_TOGETHER = 4
 # How long blocks are held for a server that does not say where to put them.
 _RESERVE_S = 2.0
@@ -114,7 +114,7 @@ class Stores:
 
     def _fitting(self, namespace: Namespace, groups: list[int], chunks: int) -> int:
         assert self._pool is not None
-        size = sum(namespace.chunk_tokens // namespace.groups[group].block_tokens for group in groups)
+        size = sum(namespace.blocks_per_chunk[group] for group in groups)
         share: int = self._pool.num_gpu_blocks // _HELD_SHARE
         room = max(share, size) - self._held  # one chunk may always be on its way
         return min(chunks, max(0, room // size))
@@ -213,7 +213,7 @@ def _slice(namespace: Namespace, group: int, mine: Blocks, chunks: range) -> Blo
 
 def _which(namespace: Namespace, group: int, mine: Blocks, chunks: range) -> list[bool]:
     """Of which of these chunks has the group all blocks?"""
-    each = namespace.chunk_tokens // namespace.groups[group].block_tokens
+    each = namespace.blocks_per_chunk[group]
     there = [not block.is_null for block in _slice(namespace, group, mine, chunks)]
     if len(there) == each * len(chunks) and all(there):
         return [True] * len(chunks)
