@@ -200,8 +200,7 @@ def _take_turns_beside(run: Run, entrants: Sequence[Entrant]) -> None:
 
 
 def _take_turns(run: Run, entrants: Sequence[Entrant]) -> None:
-    lengths = [tokens for tokens in run.scale.lengths if tokens < _SHORT or run.part == "ttft"]
-    for tokens in lengths:
+    for tokens in run.scale.lengths:
         for number in range(run.rounds * (_MORE[run.part] if tokens < _SHORT else 1)):
             if _no_time(run, entrants, f"round {number + 1} of {tokens} tokens"):
                 return

@@ -237,3 +237,18 @@ def test_a_rank_that_cannot_copy_answers_for_everything(rank: Rank) -> None:
     rank.copier.wait_for_a_load(10.0, 10.0)
     done = rank.copier.take()
     assert (done.loads, done.failed, done.bad_blocks) == ({"request 2"}, {"request 2"}, set(blocks))
+
+
+def test_a_load_is_due_before_its_thread_has_woken_up(rank: Rank) -> None:
+    rank.mover.may.set()
+    rank.copier.add([], [rank.job(0)])
+    rank.reported(1)
+    for number in (1, 2):
+        grant, blocks = rank.engine.lookup(1, seed=0), list(range(rank.mover.per_chunk))
+        copy = jobs.group_copy(rank.engine.namespace, 0, {0: int(grant.places[0][0])}, [blocks], keys(1, 0))
+        with rank.copier._changed:  # which the thread has to wait for
+            rank.copier.add([jobs.Job(number, "request", grant.lease, 0, 1, [copy])], [])
+            assert rank.copier._forecast.is_due(3600.0) == (
+                number > 1
+            )  # the first one tells how fast they are
+        assert eventually(rank.copier.take).loads == {"request"}

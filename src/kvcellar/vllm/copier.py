@@ -82,6 +82,8 @@ class Copier:
             return
         after, give_up = self._mover.fence(), time.monotonic() + _MAP_S
         with self._changed:
+            if loads and not self._loading:  # the engine may wait for it before the thread has woken up
+                self._forecast.begin(self._bytes_of(loads[0]))
             self._loading += len(loads)
         for job in loads:
             self._loads.put(_Task(job, after, give_up))
