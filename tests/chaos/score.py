@@ -71,7 +71,7 @@ class Score:
             )
         return found
 
-    def table(self) -> Table:
+    def tables(self) -> list[Table]:
         table = Table(title=f"fault run, seed {self.seed}", title_justify="left")
         table.add_column("what")
         table.add_column("count", justify="right")
@@ -102,4 +102,4 @@ class Score:
         table.add_row("broken promises, crashes", str(len(self.broken) + len(self.torn)))
         worst = f", worst {min(self.restarts):.1%}" if self.restarts else ""
         table.add_row(f"found again after {len(self.restarts)} server kills", f"{self.recovery:.2%}{worst}")
-        return table
+        return [table]

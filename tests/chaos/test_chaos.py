@@ -3,12 +3,13 @@
 import pytest
 from rich.console import Console
 
-from tests.chaos.run import run
+from tests.campaign import run
+from tests.chaos.director import Director
 
 
 @pytest.mark.timeout(300)
 def test_nothing_is_wrong_late_or_lost_under_faults():
-    score = run(faults=15, seed=11, seconds=40, console=Console(quiet=True))
+    score = run(Director, count=15, seed=11, seconds=40, console=Console(quiet=True))
     assert not score.violations()
     assert score.faults["kill server"] > 0
     assert score.counts["objects_loaded"] > 100  # far more, but machines are busy

@@ -3,12 +3,13 @@
 import pytest
 from rich.console import Console
 
-from tests.fuzz.run import run
+from tests.campaign import run
+from tests.fuzz.director import Director
 
 
 @pytest.mark.timeout(300)
 def test_every_wrong_frame_is_answered_or_ends_its_connection():
-    score = run(frames=20_000, seed=11, seconds=120, console=Console(quiet=True))
+    score = run(Director, count=20_000, seed=11, seconds=120, console=Console(quiet=True))
     assert not score.violations()
     assert score.frames >= 20_000
     assert score.counts["objects"] > 100

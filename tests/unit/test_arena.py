@@ -1,72 +1,27 @@
 """The arena on real files: a hard limit, and only what can be believed is adopted."""
 
-import contextlib
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvcellar.arena import Adopted, Arena, Rack, RackKey, available_bytes
+from kvcellar.arena import Adopted, Arena, RackKey, available_bytes
 from kvcellar.arena.table import FREE, READY, WRITING, StripeTable
 from kvcellar.errors import Corrupt
-from kvcellar.identity import Namespace, ParallelStrategy
+from kvcellar.identity import ParallelStrategy
 from kvcellar.slab import Slab
 from tests.support import full_group, keys, namespace
+from tests.unit.conftest import MIB, grow, kill
 
 ONE = namespace()
 TP2 = namespace(parallel=ParallelStrategy(tp=2), model="pair")
 PAIR = namespace(groups=(full_group(), full_group()), model="two groups")
-MIB = 1 << 20
 A, B, C = keys(3)
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-
-
-@pytest.fixture
-def shm():
-    root = Path(tempfile.mkdtemp(prefix="kvcellar-test-", dir="/dev/shm"))
-    yield root
-    shutil.rmtree(root)
-
-
-@pytest.fixture
-def folder(shm):
-    return shm / "cellar"
-
-
-@pytest.fixture
-def serve(folder):
-    """Start a server's arena in the folder; all are gone when the test is over."""
-    started: list[Arena] = []
-
-    def start(limit: int = 4 * MIB, where: Path = folder) -> Arena:
-        started.append(Arena(where, limit))
-        return started[-1]
-
-    yield start
-    for arena in started:
-        with contextlib.suppress(OSError):
-            kill(arena)
-
-
-def kill(arena: Arena) -> None:
-    """As kill -9 would: the kernel closes descriptors, nothing else is done."""
-    for rack in arena.racks.values():
-        rack.close()
-    fd, arena._lock = arena._lock, -1
-    os.close(fd)
-
-
-def grow(arena: Arena, ns: Namespace = ONE, group: int = 0) -> Rack:
-    spec = arena.plan(ns, group)
-    assert spec is not None
-    rack = arena.create(ns, spec)
-    arena.finish(rack)
-    return rack
 
 
 def file_bytes(folder: Path) -> int:

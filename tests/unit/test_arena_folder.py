@@ -1,65 +1,19 @@
 """The arena's folder: ours alone, one server at a time, and every refusal is a sentence that helps."""
 
-import contextlib
 import os
-import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
 
-from kvcellar.arena import Arena, Rack, available_bytes, remove_folder
+from kvcellar.arena import available_bytes, remove_folder
 from kvcellar.errors import StartupError
 from tests.support import namespace
+from tests.unit.conftest import MIB, grow, kill
 
 ONE = namespace()
-MIB = 1 << 20
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-
-
-@pytest.fixture
-def shm():
-    root = Path(tempfile.mkdtemp(prefix="kvcellar-test-", dir="/dev/shm"))
-    yield root
-    shutil.rmtree(root)
-
-
-@pytest.fixture
-def folder(shm):
-    return shm / "cellar"
-
-
-@pytest.fixture
-def serve(folder):
-    """Start a server's arena in the folder; all are gone when the test is over."""
-    started: list[Arena] = []
-
-    def start(limit: int = 4 * MIB, where: Path = folder) -> Arena:
-        started.append(Arena(where, limit))
-        return started[-1]
-
-    yield start
-    for arena in started:
-        with contextlib.suppress(OSError):
-            kill(arena)
-
-
-def kill(arena: Arena) -> None:
-    """As kill -9 would: the kernel closes descriptors, nothing else is done."""
-    for rack in arena.racks.values():
-        rack.close()
-    fd, arena._lock = arena._lock, -1
-    os.close(fd)
-
-
-def grow(arena: Arena) -> Rack:
-    spec = arena.plan(ONE, 0)
-    assert spec is not None
-    rack = arena.create(ONE, spec)
-    arena.finish(rack)
-    return rack
 
 
 @pytest.fixture

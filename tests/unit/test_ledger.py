@@ -16,19 +16,6 @@ A, B, C, D = keys(4)
 
 
 @pytest.fixture
-def ledger():
-    ledger = Ledger(epoch=7, hold_limit=1 << 40)
-    yield ledger
-    audit(ledger)
-
-
-@pytest.fixture
-def one(ledger):
-    """An engine of a single rank."""
-    return Engine(ledger, namespace())
-
-
-@pytest.fixture
 def two(ledger):
     """An engine of two ranks, each a shard."""
     return Engine(ledger, TP2)

@@ -5,25 +5,13 @@ from msgspec import structs
 
 from kvcellar.errors import UnknownNamespace
 from kvcellar.identity import ParallelStrategy
-from kvcellar.ledger import NO_LEASE, Ledger, audit
+from kvcellar.ledger import NO_LEASE
 from kvcellar.slab import NO_PLACE
 from tests.support import Engine, full_group, keys, namespace, window_group
 
 TP2 = namespace(parallel=ParallelStrategy(tp=2))
 HYBRID = namespace(groups=(full_group(), window_group(2)))
 A, B, C, D = keys(4)
-
-
-@pytest.fixture
-def ledger():
-    ledger = Ledger(epoch=7, hold_limit=1 << 40)
-    yield ledger
-    audit(ledger)
-
-
-@pytest.fixture
-def one(ledger):
-    return Engine(ledger, namespace())
 
 
 # -- identity ------------------------------------------------------------------------------------------------

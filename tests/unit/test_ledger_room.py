@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvcellar.errors import BadRequest, UnknownNamespace, WrongOwner
 from kvcellar.identity import ParallelStrategy, needed_chunks
-from kvcellar.ledger import NO_LEASE, SCHEDULER, Ledger, audit
+from kvcellar.ledger import NO_LEASE, SCHEDULER, Ledger
 from kvcellar.ledger.room import Room
 from kvcellar.slab import place_of
 from tests.support import FREE, READY, WRITING, Engine, MemoryTable, full_group, keys, namespace, window_group
@@ -16,13 +16,6 @@ HYBRID = namespace(groups=(full_group(), window_group(2)))
 PAGE = 4096
 A, B, C, D, E, F, G = keys(7)
 X, Y, Z = keys(3, seed="other prompt")
-
-
-@pytest.fixture
-def ledger():
-    ledger = Ledger(epoch=7, hold_limit=1 << 40)
-    yield ledger
-    audit(ledger)
 
 
 @pytest.fixture
