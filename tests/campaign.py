@@ -52,10 +52,10 @@ def run(make: Make[_Score], count: int, seed: int, seconds: float, console: Cons
     return director.score
 
 
-def main(doc: str, make: Make[_Score], what: str, count: int, seconds: float) -> int:
-    """`what` is counted: the name of an option, so many by default. Returns the exit code."""
+def main(doc: str, make: Make[_Score], what: str, meaning: str, count: int, seconds: float) -> int:
+    """`what` is counted, and an option's name; `count` of them by default. Returns the exit code."""
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
-    parser.add_argument(f"--{what}", dest="count", type=int, default=count, help=f"how many [{count}]")
+    parser.add_argument(f"--{what}", dest="count", type=int, default=count, help=f"{meaning} [{count}]")
     parser.add_argument("--seed", type=int, default=None, help="a number an earlier run printed [random]")
     parser.add_argument(
         "--seconds", type=float, default=seconds, help=f"stop after that long [{seconds:.0f}]"

@@ -17,4 +17,4 @@ from tests.chaos.director import Director
 
 if __name__ == "__main__":
     logging.getLogger("kvcellar").setLevel(logging.ERROR)  # that the server goes away is no news here
-    sys.exit(main(str(__doc__), Director, "faults", count=200, seconds=600))
+    sys.exit(main(str(__doc__), Director, "faults", "kill -9 and SIGSTOP together", count=200, seconds=600))

@@ -17,4 +17,4 @@ from tests.campaign import main
 from tests.fuzz.director import Director
 
 if __name__ == "__main__":
-    sys.exit(main(str(__doc__), Director, "frames", count=1_000_000, seconds=900))
+    sys.exit(main(str(__doc__), Director, "frames", "how many to say", count=1_000_000, seconds=900))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcellar.client import Grant
 from kvcellar.errors import DeadlineExceeded
 from kvcellar.identity import layout_of
 from kvcellar.slab import NO_PLACE
@@ -60,12 +61,22 @@ class Rank:
 
     def job(self, number: int) -> Any:
         """A request's only chunk, which lies in blocks of its own."""
-        grant, mover = self.engine.reserve(1, seed=number), self.mover
-        blocks = list(range(number * mover.per_chunk, (number + 1) * mover.per_chunk))
+        mover, blocks = self.mover, self._blocks(number)
         mover.memory[blocks] = kv_of(keys(1, number)[0], 0, 0, mover.size).reshape(mover.per_chunk, -1)
-        place = int(grant.places[0][0])
-        copy = jobs.group_copy(self.engine.namespace, 0, {0: place}, [blocks], keys(1, number))
+        return self._job(number, self.engine.reserve(1, seed=number))
+
+    def load(self, number: int) -> Any:
+        """Of that chunk, which is stored, into the same blocks."""
+        return self._job(number, self.engine.lookup(1, seed=number))
+
+    def _job(self, number: int, grant: Grant) -> Any:
+        places = {0: int(grant.places[0][0])}
+        copy = jobs.group_copy(self.engine.namespace, 0, places, [self._blocks(number)], keys(1, number))
         return jobs.Job(number, f"request {number}", grant.lease, 0, 1, [copy])
+
+    def _blocks(self, number: int) -> list[int]:
+        each = self.mover.per_chunk
+        return list(range(number * each, (number + 1) * each))
 
     def add_one_then_others(self, others: int) -> None:
         self.add_one_then([self.job(number) for number in range(1, others + 1)])
@@ -231,24 +242,19 @@ def test_a_rank_that_cannot_copy_answers_for_everything(rank: Rank) -> None:
     assert rank.reported(1).counts["stores_dropped"] == 1
     assert rank.is_stored(0)
     assert not rank.is_stored(1)
-    grant, blocks = rank.engine.lookup(1, seed=0), list(range(rank.mover.per_chunk))
-    copy = jobs.group_copy(rank.engine.namespace, 0, {0: int(grant.places[0][0])}, [blocks], keys(1, 0))
-    rank.copier.add([jobs.Job(2, "request 2", grant.lease, 0, 1, [copy])], [])
+    rank.copier.add([rank.load(0)], [])
     rank.copier.wait_for_a_load(10.0, 10.0)
     done = rank.copier.take()
-    assert (done.loads, done.failed, done.bad_blocks) == ({"request 2"}, {"request 2"}, set(blocks))
+    assert done.loads == done.failed == {"request 0"}
+    assert done.bad_blocks == set(range(rank.mover.per_chunk))
 
 
 def test_a_load_is_due_before_its_thread_has_woken_up(rank: Rank) -> None:
     rank.mover.may.set()
     rank.copier.add([], [rank.job(0)])
     rank.reported(1)
-    for number in (1, 2):
-        grant, blocks = rank.engine.lookup(1, seed=0), list(range(rank.mover.per_chunk))
-        copy = jobs.group_copy(rank.engine.namespace, 0, {0: int(grant.places[0][0])}, [blocks], keys(1, 0))
+    for speed_is_known in (False, True):
         with rank.copier._changed:  # which the thread has to wait for
-            rank.copier.add([jobs.Job(number, "request", grant.lease, 0, 1, [copy])], [])
-            assert rank.copier._forecast.is_due(3600.0) == (
-                number > 1
-            )  # the first one tells how fast they are
-        assert eventually(rank.copier.take).loads == {"request"}
+            rank.copier.add([rank.load(0)], [])
+            assert rank.copier._forecast.is_due(3600.0) == speed_is_known
+        assert eventually(rank.copier.take).loads == {"request 0"}

@@ -144,6 +144,13 @@ def test_of_cold_prompts_every_mode_is_asked_the_same_and_nothing_twice(bench):
         assert "rows" not in its
 
 
+def test_long_prompts_have_fewer_rounds_and_are_not_passed_over(bench, monkeypatch):
+    monkeypatch.setattr(turns, "_SHORT", SMALL.lengths[1])
+    for its in bench.measure("cold").values():
+        rounds = [(row["tokens"], len(row["times"]["cold"])) for row in its["cold"]]
+        assert rounds == [(SMALL.lengths[0], 4), (SMALL.lengths[1], 1)]
+
+
 def test_every_round_goes_through_all_modes_with_the_same_prompt(bench):
     found = bench.measure()
     computed, loaded = (["recompute"] * 3, ["kvcellar"] * 3)

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from bench.gpu import interference, plot, ttft
+from bench.gpu import interference, plot, rounds, ttft
 from bench.gpu.engine import Answer
 from bench.gpu.prove import add, parts_in_turns, parts_of
 from bench.gpu.report import print_report
@@ -116,6 +116,22 @@ def test_the_table_has_the_modes_of_a_length_side_by_side_and_marks_the_fastest_
             ["kvcellar", "50.0", "1.000", "30.0*", "20.0", "25.0", "1.200", "5.0", "[9]"],
         )
     ]
+
+
+def test_rounds_of_several_runs_are_compared_one_by_one():
+    def run(**loads: list[float]) -> list[dict]:
+        each = {"cold": 50.0, "kept": 20.0, "cached": 9, "same": True}
+        taken = {mode: [each | {"warm": warm} for warm in times] for mode, times in loads.items()}
+        rows = {mode: ttft.row(its, [], bus_ms=5.0) | {"tokens": 10} for mode, its in taken.items()}
+        return [{"model": "mla", "mode": mode, "rows": [row]} for mode, row in rows.items()]
+
+    slower = run(kvcellar=[60.0, 30.0], offload=[65.0, 29.0], lmcache=[70.0])
+    nothing_to_compare = [entry | {"model": "llama8b"} for entry in run(offload=[1.0])]
+    found = rounds.gather([run(kvcellar=[30.0], offload=[33.0]), slower, nothing_to_compare])
+    assert found == {
+        ("mla", 10): ({"offload": [-3.0, -5.0, 1.0], "lmcache": [-10.0]}, [1.2, 2.4, 1.2], [5.0, 35.0, 5.0])
+    }
+    assert rounds.line(("mla", 10), found["mla", 10]).split("  ")[-1] == "of floor 1.200, over 5.0 ms"
 
 
 def beside(slow: float, **spells: float) -> dict[str, dict]:

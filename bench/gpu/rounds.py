@@ -1,0 +1,81 @@
+"""How often a load of KVCellar's was ahead of a peer's in the same round, and what it took of its floor.
+
+    python -m bench.gpu.rounds FILE...
+
+Of the rounds of all files together: unlike report.py, which has one run in the place of another, since each
+row there is of one run. Medians of a few rounds say little where a forward takes 20 ms in one and 40 in the
+next.
+"""
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.gpu.engine import CACHES
+from bench.gpu.report import Entries
+
+OURS = "kvcellar"
+Length = tuple[str, int]  # of a model's prompts, in tokens
+
+
+class Figures(NamedTuple):
+    """Of one length: rounds by peer, then of our own."""
+
+    less: dict[str, list[float]]  # milliseconds that the peer took less; below 0 we were ahead
+    of_floor: list[float]
+    over: list[float]
+
+
+def gather(runs: Iterable[Entries]) -> dict[Length, Figures]:
+    found: dict[Length, Figures] = defaultdict(lambda: Figures(defaultdict(list), [], []))
+    for entries in runs:
+        rows = {
+            (entry["model"], row["tokens"], entry["mode"]): row
+            for entry in entries
+            for row in entry.get("rows", [])
+            if "warm" in row
+        }
+        for (model, tokens, mode), row in rows.items():
+            ours = rows.get((model, tokens, OURS))
+            if ours is None:
+                continue
+            figures, times = found[model, tokens], row["times"]
+            if mode != OURS:
+                pairs = zip(ours["times"]["warm"], times["warm"], strict=False)  # one may have failed
+                figures.less[mode] += [mine - its for mine, its in pairs]
+            elif "floor" in row:
+                bus_ms = row["floor"] - row["kept"]
+                rounds = list(zip(times["warm"], times["kept"], strict=True))
+                figures.of_floor.extend(warm / (kept + bus_ms) for warm, kept in rounds)
+                figures.over.extend(warm - kept - bus_ms for warm, kept in rounds)
+    return dict(found)
+
+
+def line(length: Length, figures: Figures) -> str:
+    parts = [f"{length[0]:8} {length[1]:7}"]
+    for peer in CACHES:
+        if less := figures.less.get(peer):
+            ahead = sum(ms < 0 for ms in less)
+            parts.append(f"ahead of {peer} in {ahead:2} of {len(less):2}, {statistics.median(less):7.1f} ms")
+    if figures.over:
+        of_floor, over = statistics.median(figures.of_floor), statistics.median(figures.over)
+        parts.append(f"of floor {of_floor:.3f}, over {over:.1f} ms")
+    return "  ".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path)
+    found = gather(json.loads(path.read_text()) for path in parser.parse_args().files)
+    for length in sorted(found):
+        print(line(length, found[length]))
+
+
+if __name__ == "__main__":
+    main()
