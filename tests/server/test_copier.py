@@ -50,6 +50,10 @@ class Mover(HostMover):
             raise OSError("broken")
         super().store(rows, slots, after)
 
+    def load(self, rows: Sequence[Rows], slots: Any, after: Any) -> list[list[int]]:
+        assert self.may.wait(10)
+        return super().load(rows, slots, after)
+
 
 class Rank:
     """A copier at work for one engine, whose requests have a chunk each."""
@@ -87,6 +91,14 @@ class Rank:
         assert self.mover.asked.wait(10)
         self.copier.add([], others)
         self.mover.may.set()
+
+    def begin_a_load(self) -> None:
+        """Which waits until it may."""
+        self.mover.may.set()
+        self.copier.add([], [self.job(0)])
+        self.reported(1)
+        self.mover.may.clear()
+        self.copier.add([self.load(0)], [])
 
     def reported(self, jobs_over: int) -> Any:
         """All that happened up to when so many stores are over."""
@@ -243,7 +255,7 @@ def test_a_rank_that_cannot_copy_answers_for_everything(rank: Rank) -> None:
     assert rank.is_stored(0)
     assert not rank.is_stored(1)
     rank.copier.add([rank.load(0)], [])
-    rank.copier.wait_for_a_load(10.0, 10.0)
+    rank.copier.wait_for_a_load(10.0, 10.0, ahead=False)
     done = rank.copier.take()
     assert done.loads == done.failed == {"request 0"}
     assert done.bad_blocks == set(range(rank.mover.per_chunk))
@@ -258,3 +270,22 @@ def test_a_load_is_due_before_its_thread_has_woken_up(rank: Rank) -> None:
             rank.copier.add([rank.load(0)], [])
             assert rank.copier._forecast.is_due(3600.0) == speed_is_known
         assert eventually(rank.copier.take).loads == {"request 0"}
+
+
+def test_vllm_that_schedules_ahead_waits_for_a_load_in_the_next_step(rank: Rank) -> None:
+    rank.begin_a_load()
+    rank.copier.wait_for_a_load(30.0, 30.0, ahead=True)  # longer than the load waits for its turn
+    assert rank.copier.take() is None
+    rank.mover.may.set()
+    rank.copier.wait_for_a_load(30.0, 30.0, ahead=True)
+    done = rank.copier.take()
+    assert (done.loads, done.failed) == ({"request 0"}, set())
+
+
+def test_a_step_that_hands_over_another_load_waits_for_the_first(rank: Rank) -> None:
+    rank.begin_a_load()
+    assert rank.copier.take() is None
+    rank.copier.add([rank.load(0)], [])
+    rank.mover.may.set()
+    rank.copier.wait_for_a_load(30.0, 30.0, ahead=True)
+    assert rank.copier.take().loads == {"request 0"}

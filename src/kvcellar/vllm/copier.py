@@ -66,6 +66,7 @@ class Copier:
         self._loading = 0
         self._forecast = Forecast(time.monotonic)
         self._changed = threading.Condition()  # guards the three above
+        self._just_begun = False  # this step has handed over loads, and none was under way before
         self._loads: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._next: _Task | None = None  # the store that was too large for the last go
@@ -84,21 +85,27 @@ class Copier:
         with self._changed:
             if loads and not self._loading:  # the engine may wait for it before the thread has woken up
                 self._forecast.begin(self._bytes_of(loads[0]))
+                self._just_begun = True
             self._loading += len(loads)
         for job in loads:
             self._loads.put(_Task(job, after, give_up))
         for job in stores:
             self._stores.put(_Task(job, after, give_up))
 
-    def wait_for_a_load(self, seconds: float, soon: float) -> None:
+    def wait_for_a_load(self, seconds: float, soon: float, *, ahead: bool) -> None:
         """Until there is one to report, or none under way. The longer time is for one that should be over by
-        then.
+        then. Where vLLM schedules ahead, the step that hands over the first load does not wait: it is handled
+        after the next one, and vLLM sleeps in between, however long it took.
         """
+        if ahead and self._just_begun:
+            return
         with self._changed:
             patience = soon if self._forecast.is_due(soon) else seconds
             self._changed.wait_for(lambda: (self._done and self._done.loads) or not self._loading, patience)
 
     def take(self) -> Done | None:
+        """At the end of each step."""
+        self._just_begun = False
         if self._done is None:
             return None  # no need for the lock: what comes now is there at the next step
         with self._changed:

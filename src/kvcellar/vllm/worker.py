@@ -44,6 +44,7 @@ class WorkerSide:
         self._namespace = b""
         self._done: Done | None = None
         self._idle = False  # the engine's step has no forward
+        self._ahead = config.max_concurrent_batches > 1  # a step is handled only after the next one
         alone = config.parallel_config.world_size == 1
         self._landed: Landed | None = open_landed(options.session) if alone else None
 
@@ -171,7 +172,7 @@ class WorkerSide:
         """Requests whose load is over, as far as this side has to tell, and those of them where it failed."""
         if self._copier is not None:
             if self._idle:
-                self._copier.wait_for_a_load(_IDLE_S, _SOON_S)
+                self._copier.wait_for_a_load(_IDLE_S, _SOON_S, ahead=self._ahead)
             self._done = self._copier.take()
         loads, failed = (self._done.loads, self._done.failed) if self._done else (set(), set())
         if self._landed is not None and (loads or self._landed):
