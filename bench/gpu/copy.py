@@ -1,4 +1,4 @@
-"""How fast KV moves between paged GPU memory and slabs, beside what the bus reaches in the same minute.
+"""How fast KV moves between paged GPU memory and slabs, beside what the bus reaches, in turns.
 
     python -m bench.gpu.copy [--json FILE]
 
@@ -39,7 +39,7 @@ from kvcellar.transfer.cuda import CudaMover
 
 TOKENS = 64_000
 BLOCK_TOKENS = 16
-ROUNDS = 5
+ROUNDS = 7
 DEVICE = torch.device("cuda", 0)
 H2D = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
 D2H = cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
@@ -129,15 +129,30 @@ def pinned_slab(shape: SlabShape) -> Iterator[Slab]:
             cudart.cudaHostUnregister(slab.extent[0])
 
 
-def rate(bed: Bed, work: Callable[[], Any]) -> float:
-    """GB/s, median."""
-    times = []
+def against_the_bus(
+    bed: Bed, name: str, plain: Callable[[], Any], ours: Callable[[], Any], ways: int = 1
+) -> dict[str, float]:
+    """GB/s of plain copies and of ours, in turns, as medians; and the median ratio of neighbours: a bus that
+    is shared is not the same from second to second.
+    """
+    limits, times = [], []
     for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return bed.bytes / statistics.median(times) / 1e9
+        limits.append(_seconds(plain))
+        bed.store()  # plain copies may have left garbage in the slots
+        times.append(_seconds(ours))
+    moved = ways * bed.bytes / 1e9
+    return {
+        f"limit_{name}": moved / statistics.median(limits),
+        name: moved / statistics.median(times),
+        f"{name}_ratio": statistics.median(limit / took for limit, took in zip(limits, times, strict=True)),
+    }
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def bus(bed: Bed, kind: Any, stream: torch.cuda.Stream) -> None:
@@ -176,7 +191,7 @@ def same_bytes(bed: Bed) -> bool:
 
 def measure(model: str, chunk_tokens: int, *, check: bool = True, staging_mib: int = 64) -> dict[str, Any]:
     with make_bed(model, chunk_tokens, check=check, staging_mib=staging_mib) as bed:
-        up, down = torch.cuda.Stream(DEVICE), torch.cuda.Stream(DEVICE)
+        to_gpu, to_host = torch.cuda.Stream(DEVICE), torch.cuda.Stream(DEVICE)
         bed.store()
         bed.load()
         assert same_bytes(bed)
@@ -190,17 +205,12 @@ def measure(model: str, chunk_tokens: int, *, check: bool = True, staging_mib: i
             "object_mib": bed.mover.object_bytes(0) / (1 << 20),
             "checksum": check,
             "staging_mib": staging_mib,
-            "limit_store": rate(bed, lambda: bus(bed, D2H, down)),
-            "store": rate(bed, bed.store),
-            "limit_load": rate(bed, lambda: bus(bed, H2D, up)),
-            "load": rate(bed, bed.load),
-            "limit_both": 2 * rate(bed, lambda: both(lambda: bus(bed, H2D, up), lambda: bus(bed, D2H, down))),
         }
-        bed.store()  # plain copies have left garbage in the slots
-        row["both"] = 2 * rate(bed, lambda: both(bed.load, bed.store))
+        up, down = (lambda: bus(bed, H2D, to_gpu)), (lambda: bus(bed, D2H, to_host))
+        row |= against_the_bus(bed, "store", down, bed.store)
+        row |= against_the_bus(bed, "load", up, bed.load)
+        row |= against_the_bus(bed, "both", lambda: both(up, down), lambda: both(bed.load, bed.store), ways=2)
     torch.cuda.empty_cache()
-    for name in ("store", "load", "both"):
-        row[f"{name}_ratio"] = row[name] / row[f"limit_{name}"]
     return row
 
 

@@ -1,6 +1,6 @@
 """The figure of the README: time to first token by prompt length, as an SVG, from one run's figures.
 
-    python -m bench.gpu.plot bench/results/gpu/prove.json docs/ttft.svg [--model llama8b]
+    python -m bench.gpu.plot FILE docs/ttft.svg [--model llama8b]
 
 One panel per length, each with its own scale. Draws measured figures only: a file that lacks a mode is
 refused, and a prompt that did not come from the cache as a whole leaves a gap. Knows nothing but the file.

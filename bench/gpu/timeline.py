@@ -41,9 +41,9 @@ def measure(engine: Engine, file: Path) -> list[dict[str, Any]]:
             engine.forget()
             cold.append(_stages(engine, prompt, file))
             settle(tokens)
+            kept.append(_stages(engine, prompt, file))
             engine.forget()
             warm.append(_stages(engine, prompt, file))
-            kept.append(_stages(engine, prompt, file))
         row: dict[str, Any] = {"tokens": tokens, "bytes": kv_bytes(engine.model, tokens)}
         rows.append(row | {"cold": _medians(cold), "warm": _medians(warm), "kept": _medians(kept)})
         say(f"{tokens} tokens: " + ", ".join(f"{name} {ms:.2f}" for name, ms in rows[-1]["warm"].items()))
