@@ -1,0 +1,100 @@
+"""What the connector says of engines whose KV it could not restore exactly: vLLM's own configurations, each
+with one thing changed. A program for vLLM's own interpreter; test_refusals.py runs it.
+
+Its arguments are the folder of a model, and one to write to. Answers with a line of JSON: by case, what is
+said; nothing of an engine that is supported.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.engine import DEFAULTS, set_environment, take_stdout
+
+# A model in which every token sees all others.
+BERT = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+}
+
+
+def main() -> None:
+    answers = take_stdout()
+    model, folder = sys.argv[1], Path(sys.argv[2])
+    set_environment(ranks=1)
+    said = _of_layers(_config(model)) | _of_engines(model)
+    (folder / "config.json").write_text(json.dumps(BERT))
+    bert = _config(str(folder), runner="pooling", load_format="dummy", max_model_len=128)
+    said["bert"] = _said(bert, [_full()])
+    answers.write(json.dumps(said) + "\n")
+    answers.flush()
+
+
+def _config(model: str, **options: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - after the environment is set
+
+    return EngineArgs(model=model, **DEFAULTS | options).create_engine_config()
+
+
+def _of_layers(config: Any) -> dict[str, str]:
+    """Every kind of layer that vLLM has: a new one is refused until somebody has thought about it."""
+    from vllm.v1 import kv_cache_interface as kinds  # noqa: PLC0415
+
+    found = {}
+    for name, kind in vars(kinds).items():
+        if isinstance(kind, type) and issubclass(kind, kinds.KVCacheSpec):
+            # Without what else it has: its kind is all that counts. One of many layers has these.
+            layer: Any = object.__new__(kind)
+            object.__setattr__(layer, "kv_cache_specs", {"a": _full(), "b": object.__new__(kinds.MambaSpec)})
+            found[name] = _said(config, [_full(), layer])
+    found["sees later tokens"] = _said(config, [dataclasses.replace(_full(), non_causal=True)])
+    return found
+
+
+def _of_engines(model: str) -> dict[str, str]:
+    """Set afterwards: for most of these vLLM itself wants more GPUs than there are."""
+    found = {"supported": _said(_config(model), [_full()])}
+    for name, what, value in (
+        ("parallel_config", "decode_context_parallel_size", 2),
+        ("parallel_config", "prefill_context_parallel_size", 2),
+        ("parallel_config", "distributed_executor_backend", "external_launcher"),
+        ("cache_config", "calculate_kv_scales", True),
+    ):
+        config = _config(model)
+        object.__setattr__(getattr(config, name), what, value)
+        found[what] = _said(config, [_full()])
+    return found
+
+
+def _full() -> Any:
+    import torch  # noqa: PLC0415
+    from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415
+
+    return FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
+
+
+def _said(config: Any, layers: list[Any]) -> str:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec  # noqa: PLC0415
+
+    from kvcellar.vllm.identity import Unsupported, check_supported  # noqa: PLC0415
+
+    groups = [KVCacheGroupSpec([f"layer {number}"], layer) for number, layer in enumerate(layers)]
+    try:
+        check_supported(config, KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
+    except Unsupported as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Engines whose KV could not be restored exactly have no cache: every refusal, by vLLM's own classes."""
+
+import json
+import subprocess
+
+import pytest
+
+from tests.vllm.harness import ROOT, model, vllm_python
+
+pytestmark = pytest.mark.timeout(300)
+
+EXACT = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"}
+
+REFUSED = {
+    "sees later tokens": "layer layer 0 lets tokens see later ones, on which its KV then depends",
+    "decode_context_parallel_size": "decode context parallelism is not supported yet",
+    "prefill_context_parallel_size": "prefill context parallelism is not supported yet",
+    "distributed_executor_backend": "external_launcher has a scheduler for each rank",
+    "calculate_kv_scales": "calculate_kv_scales makes KV that depends on what the engine saw before",
+    "bert": "vLLM does not support prefix caching for this model, or its way of pooling",
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    python = vllm_python()
+    folder = tmp_path_factory.mktemp("bert")
+    with (tmp_path_factory.mktemp("logs") / "log").open("wb") as log:
+        done = subprocess.run(
+            [python, "-m", "tests.vllm.refusals", model("gqa", python), folder],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=ROOT,
+            timeout=240,
+            check=True,
+        )
+    answers: dict[str, str] = json.loads(done.stdout)
+    return answers
+
+
+def test_a_plain_engine_is_supported(said: dict[str, str]) -> None:
+    assert said["supported"] == ""
+
+
+def test_layers_that_are_not_known_to_be_exact_are_refused(said: dict[str, str]) -> None:
+    kinds = {name for name in said if name.endswith(("Spec", "Specs"))}
+    assert kinds > EXACT
+    assert {name for name in kinds if not said[name]} == EXACT
+    for name in kinds - EXACT - {"UniformTypeKVCacheSpecs"}:
+        assert said[name] == f"layer layer 1 has a {name}, whose state cannot be restored yet"
+
+
+def test_of_many_layers_in_one_group_each_is_looked_at(said: dict[str, str]) -> None:
+    assert said["UniformTypeKVCacheSpecs"] == "layer b has a MambaSpec, whose state cannot be restored yet"
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_engines_that_cannot_be_exact_are_refused(case: str, said: dict[str, str]) -> None:
+    assert said[case] == REFUSED[case]
