@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.vllm.engine import DEFAULTS, set_environment, take_stdout
 
+_BLOCKS = 8
 # A model in which every token sees all others.
 BERT = {
     "architectures": ["BertModel"],
@@ -32,7 +33,7 @@ def main() -> None:
     answers = take_stdout()
     model, folder = sys.argv[1], Path(sys.argv[2])
     set_environment(ranks=1)
-    said = _of_layers(_config(model)) | _of_engines(model)
+    said = _of_layers(_config(model)) | _of_engines(model) | _of_memory(_config(model), folder / "socket")
     (folder / "config.json").write_text(json.dumps(BERT))
     bert = _config(str(folder), runner="pooling", load_format="dummy", max_model_len=128)
     said["bert"] = _said(bert, [_full()])
@@ -76,6 +77,28 @@ def _of_engines(model: str) -> dict[str, str]:
     return found
 
 
+def _of_memory(config: Any, socket: Path) -> dict[str, str]:
+    """What a rank says of the memory that vLLM hands it."""
+    import torch  # noqa: PLC0415
+
+    from kvcellar.vllm.options import Options  # noqa: PLC0415
+    from kvcellar.vllm.worker import WorkerSide  # noqa: PLC0415
+
+    found, blocks = {}, torch.zeros(_BLOCKS, 2, 16, 1, 16)
+    padded = dataclasses.replace(_full(), page_size_padded=2 * _full().page_size_bytes)
+    for name, layer, memory in (
+        ("whole pages", _full(), blocks),
+        ("padded pages", padded, blocks),
+        ("two tensors", _full(), [blocks, blocks]),
+    ):
+        options = Options(socket, name, require=False, lookup_timeout=1.0, tenant="", staging_bytes=0)
+        rank = WorkerSide(config, _layers([layer]), options)
+        rank.register_kv_caches({"layer 0": memory})
+        found[name] = rank.tensor_layout().problem
+        rank.close()
+    return found
+
+
 def _full() -> Any:
     import torch  # noqa: PLC0415
     from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415
@@ -83,14 +106,19 @@ def _full() -> Any:
     return FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
 
 
-def _said(config: Any, layers: list[Any]) -> str:
+def _layers(layers: list[Any]) -> Any:
+    """A group for each."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec  # noqa: PLC0415
 
+    groups = [KVCacheGroupSpec([f"layer {number}"], layer) for number, layer in enumerate(layers)]
+    return KVCacheConfig(num_blocks=_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def _said(config: Any, layers: list[Any]) -> str:
     from kvcellar.vllm.identity import Unsupported, check_supported  # noqa: PLC0415
 
-    groups = [KVCacheGroupSpec([f"layer {number}"], layer) for number, layer in enumerate(layers)]
     try:
-        check_supported(config, KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
+        check_supported(config, _layers(layers))
     except Unsupported as error:
         return str(error)
     return ""
