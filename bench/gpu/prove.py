@@ -78,7 +78,8 @@ def run_engine(scale: Scale, args: argparse.Namespace, model: str, mode: str, li
     say(f"{model}, {mode}: {', '.join(parts)}")
     log = args.out.with_name(f"{args.out.stem}.{model}.{mode}.log")
     log.unlink(missing_ok=True)
-    with site(scale, model, mode, cache_gib(scale.cache_gib["one"]), small=args.small) as where:
+    _, gib = scale.turns_cache(model, beside=False)
+    with site(scale, model, mode, cache_gib(gib), small=args.small) as where:
         about = {"server_s": where.seconds, "cache_gib": where.job["cache_gib"]}
         job = where.job | {"parts": parts, "prompts": args.prompts}
         if "timeline" in parts:

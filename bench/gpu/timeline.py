@@ -43,19 +43,23 @@ def measure(engine: Engine, file: Path) -> list[dict[str, Any]]:
             settle(tokens)
             kept.append(_stages(engine, prompt, file))
             engine.forget()
-            warm.append(_stages(engine, prompt, file))
+            warm.append(_stages(engine, prompt, file, least=tokens - engine.scale.chunk))
         row: dict[str, Any] = {"tokens": tokens, "bytes": kv_bytes(engine.model, tokens)}
         rows.append(row | {"cold": _medians(cold), "warm": _medians(warm), "kept": _medians(kept)})
         say(f"{tokens} tokens: " + ", ".join(f"{name} {ms:.2f}" for name, ms in rows[-1]["warm"].items()))
     return rows
 
 
-def _stages(engine: Engine, prompt: list[int], file: Path) -> dict[str, float]:
-    """Milliseconds of each stage that this request went through."""
+def _stages(engine: Engine, prompt: list[int], file: Path, least: int = 0) -> dict[str, float]:
+    """Milliseconds of each stage that this request went through. `least`: tokens that are not computed, or it
+    would be another request's profile.
+    """
     file.write_text("")
     last = begun = time.monotonic()
-    engine.run(prompt)
+    cached = engine.run(prompt).cached
     ended = time.monotonic()
+    if cached < least:
+        raise RuntimeError(f"of {len(prompt)} tokens only {cached} were loaded: is the cache too small?")
     moments: dict[str, float] = {"answer": ended}
     for line in file.read_text().splitlines():
         at, moment = line.split()
