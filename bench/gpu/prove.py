@@ -78,7 +78,7 @@ def run_engine(scale: Scale, args: argparse.Namespace, model: str, mode: str, li
     say(f"{model}, {mode}: {', '.join(parts)}")
     log = args.out.with_name(f"{args.out.stem}.{model}.{mode}.log")
     log.unlink(missing_ok=True)
-    _, gib = scale.turns_cache(model, beside=False)
+    _, gib = scale.cache_of(model, beside=False)
     with site(scale, model, mode, cache_gib(gib), small=args.small) as where:
         about = {"server_s": where.seconds, "cache_gib": where.job["cache_gib"]}
         job = where.job | {"parts": parts, "prompts": args.prompts}

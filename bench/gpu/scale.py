@@ -57,7 +57,7 @@ class Scale(NamedTuple):
         graph = _GRAPH if self.gpu and part == "interference" else {}
         return {**self.in_turns.get(model, {}), **graph}
 
-    def turns_cache(self, model: str, *, beside: bool) -> tuple[int, int]:
+    def cache_of(self, model: str, *, beside: bool) -> tuple[int, int]:
         """GiB for each mode: what the longest prompt takes, and a bit; and what is better."""
         least = (stored_bytes(model, self.long) * 125 // 100 >> 30) + 1
         return least, max(least, self.cache_gib["beside" if beside else "one"])

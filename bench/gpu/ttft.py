@@ -70,7 +70,7 @@ def one_round(engine: Engine, tokens: int, *, reload: bool) -> dict[str, Any]:
         engine.run(prompt)
         engine.run(prompt)
         return {"cold": cold.ms}
-    # Before it is loaded: of a window, a load leaves a block less than vLLM 0.26 needs to find it again.
+    # Before it is loaded: of a window, a load leaves a block less than vLLM needs to find it again.
     kept = engine.run(prompt)
     engine.forget()
     warm = engine.run(prompt)

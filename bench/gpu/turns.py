@@ -151,7 +151,7 @@ def _free_on_gpu() -> int:
 
 def _cache(run: Run, modes: Sequence[str]) -> int:
     """GiB for each of them, before what it needs beyond the others."""
-    least, wanted = run.scale.turns_cache(run.model, beside=run.part == "interference")
+    least, wanted = run.scale.cache_of(run.model, beside=run.part == "interference")
     gib = cache_gib(wanted)
     if gib < least:
         raise RuntimeError(

@@ -186,7 +186,7 @@ def test_every_load_beside_others_is_whole_and_nobody_is_preempted_for_it():
     decoded = FULL.decoders * 130 + 8_000 * pairs
     assert FULL.long + decoded < pool
     # All that is stored in a round; the next one begins by asking for the prompts again.
-    _, gib = FULL.turns_cache("llama8b", beside=True)
+    _, gib = FULL.cache_of("llama8b", beside=True)
     assert (interference.LOADED * FULL.loaded + decoded) * token < gib << 30
 
 
@@ -200,7 +200,7 @@ def test_engines_that_do_not_fit_the_gpu_together_are_refused(model, fit):
 
 def test_the_cache_of_each_mode_holds_the_longest_prompt():
     for model in CONFIGS:
-        least, wanted = FULL.turns_cache(model, beside=False)
+        least, wanted = FULL.cache_of(model, beside=False)
         assert stored_bytes(model, FULL.long) < least << 30 <= wanted << 30
 
 

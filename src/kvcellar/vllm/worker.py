@@ -44,7 +44,8 @@ class WorkerSide:
         self._namespace = b""
         self._done: Done | None = None
         self._idle = False  # the engine's step has no forward
-        self._ahead = config.max_concurrent_batches > 1  # a step is handled only after the next one
+        # vLLM handles a step only after the next one; where it does not tell, it is taken not to.
+        self._ahead = getattr(config, "max_concurrent_batches", 1) > 1
         alone = config.parallel_config.world_size == 1
         self._landed: Landed | None = open_landed(options.session) if alone else None
 
