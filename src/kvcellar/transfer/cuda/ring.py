@@ -30,7 +30,7 @@ BUFFERS = 2
 # buffer that is filled from one place takes two. With more, loads and stores get in each other's way: both
 # at once reach 0.96 of the bus with 16, and 0.92 with 32 to 96 (bench/results/gpu/rings.txt). With fewer, the
 # GIL changes hands more often.
-_PACE = 16
+_PACE = 8
 
 Span = tuple[int, int]  # address and bytes on the host
 Kernel = Callable[["Lane"], None]  # what to do with a buffer, on its stream
