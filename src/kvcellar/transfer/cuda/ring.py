@@ -28,8 +28,8 @@ BUFFERS = 2
 
 # So many calls of the driver are made in one go, with the GIL held, and about twice as many are under way. A
 # buffer that is filled from one place takes two. With more, loads and stores get in each other's way: both
-# at once reach 0.96 of the bus with 16, and 0.92 with 32 to 96 (bench/results/gpu/rings.txt). With fewer, the
-# GIL changes hands more often.
+# at once reach 0.97 to 0.99 of the bus with 8, a hundredth less with 16, and 0.92 with 32 to 96; with fewer
+# than 8, no more (bench/results/gpu/rings.txt), and the GIL changes hands more often.
 _PACE = 8
 
 Span = tuple[int, int]  # address and bytes on the host
