@@ -1,5 +1,6 @@
 """The simulator against plain models of caches, and what it makes of good and bad traces."""
 
+import itertools
 import json
 import sys
 from collections import OrderedDict
@@ -52,6 +53,21 @@ def test_a_memory_for_everything_reaches_the_ceiling(prompts):
     trace = trace_of(*prompts)
     for policy in POLICIES.values():
         assert replay(trace, in_memory(200, policy)).hit_rate == ceiling(trace)
+
+
+def test_the_default_learns_how_much_newcomers_deserve():
+    """First four long prompts again and again, beside others that never come back; then only others, each
+    of which comes back once.
+    """
+    cellar, other = in_memory(400), itertools.count(1000)
+    prompts = [[100 * number + block for block in range(75)] for number in range(4)]
+    found = []
+    for turn in range(80):
+        found += hits(cellar, trace_of(prompts[turn % 4], *([next(other)] for _ in range(25))))[:1]
+    assert found[-20:] == [75] * 20
+    once = [[next(other)] for _ in range(2000)]
+    again = [hits(cellar, trace_of(once[n], once[n - 90]))[1] for n in range(90, 2000)]
+    assert sum(again[-100:]) > 90  # it finds the least that will do
 
 
 @settings(deadline=None)
@@ -259,4 +275,4 @@ def test_bad_traces_are_refused_in_a_line(kvcellar, tmp_path):
     assert "holds no requests" in errors
     code, _, errors = kvcellar("trace", "poems")
     assert code == 2
-    assert "'poems' is none of chat, rag, agents, scan" in errors
+    assert "'poems' is none of chat, rag, agents, scan, few" in errors

@@ -76,7 +76,7 @@ def simulate(
 
 
 def trace(
-    kind: Annotated[str, typer.Argument(help="chat, rag, agents or scan.")],
+    kind: Annotated[str, typer.Argument(help="chat, rag, agents, scan or few.")],
     seed: Annotated[int, typer.Option(help="Another number makes another trace.")] = 1,
 ) -> None:
     """Make up an hour of traffic of one busy host and print it, for `kvcellar simulate` to replay.
@@ -86,6 +86,7 @@ def trace(
     rag      questions about documents; a few documents are asked about most of the time
     agents   many quick steps after one of a dozen long system prompts
     scan     chat, with bursts of long documents that nobody asks for again
+    few      three long documents that are asked about all the time, beside requests that never come back
     """
     from kvcellar.simulate import KINDS, encode, make_requests  # noqa: PLC0415 - numpy takes its time
 

@@ -33,8 +33,8 @@ class S3Fifo:
 
     A newcomer that reaches the end of its queue unused goes, and is remembered for a while; if it is stored
     again it joins the proven ones at once. So one pass over much data cannot flush what is in use. The proven
-    ones are a CLOCK. One flag per use, eight bytes per stripe, and 100 for each that is remembered: half
-    as many.
+    ones are a CLOCK. What went too early, of either, moves the share that newcomers may hold. One flag per
+    use, eight bytes per stripe, and 100 for each that is remembered: half as many.
     """
 
     # Proven parents of newcomers may not go, and each eviction would walk past all of them: after so many
@@ -42,27 +42,44 @@ class S3Fifo:
     # limit gains 1.3 there, and asks about 120 stripes per eviction instead of 9.
     _PATIENCE = 32
 
+    # The share that newcomers may hold, by which it grows for each of them that was missed, and shrinks for
+    # each proven one, in stripes. The paper's tenth suits objects that are read many times or never; a
+    # conversation comes back minutes later and must still be there (docs/policies.md).
+    _LEAST, _MOST = 0.1, 0.5
+    _MORE, _LESS = 8, 4
+
     def __init__(self) -> None:
         self._new: deque[Stripe] = deque()
         self._proven: deque[Stripe] = deque()
-        self._missed: set[ChunkKey] = set()
-        self._missed_order: deque[ChunkKey] = deque()  # the oldest first
+        self._share = self._MOST
+        self._went_new: set[ChunkKey] = set()
+        self._went_proven: set[ChunkKey] = set()
+        self._went: deque[ChunkKey] = deque()  # both, the oldest first; some that came back are still in it
         self._gone = 0  # stripes in the queues that left by another way
 
     def admit(self, stripe: Stripe) -> None:
-        if stripe.key in self._missed:
-            self._proven.append(stripe)
+        if stripe.key in self._went_new:
+            self._went_new.remove(stripe.key)
+            step = self._MORE
+        elif stripe.key in self._went_proven:
+            self._went_proven.remove(stripe.key)
+            step = -self._LESS
         else:
             self._new.append(stripe)
+            return
+        self._proven.append(stripe)
+        self._share = min(max(self._share + step / self._all, self._LEAST), self._MOST)
+
+    @property
+    def _all(self) -> int:
+        return len(self._new) + len(self._proven)
 
     def touch(self, stripes: Iterable[Stripe]) -> None:
         for stripe in stripes:
             stripe.visited = True
 
     def evict(self, may_go: Callable[[Stripe], bool]) -> Stripe | None:
-        # Newcomers go first while they hold half or more. The paper's tenth suits objects that are read many
-        # times or never; a conversation comes back minutes later and must still be there (docs/policies.md).
-        crowded = len(self._new) >= len(self._proven)
+        crowded = len(self._new) >= self._share * self._all
         return (
             (None if crowded else self._evict_proven(may_go, self._PATIENCE))
             or self._evict_new(may_go)
@@ -71,20 +88,15 @@ class S3Fifo:
 
     def _evict_new(self, may_go: Callable[[Stripe], bool]) -> Stripe | None:
         """Whatever is not taken moves on, so that each stripe is looked at once."""
-        new, proven, order = self._new, self._proven, self._missed_order
-        while new:
-            stripe = new.popleft()
+        while self._new:
+            stripe = self._new.popleft()
             if not stripe.indexed:
                 self._gone -= 1
             elif stripe.visited or not may_go(stripe):
                 stripe.visited = False
-                proven.append(stripe)
+                self._proven.append(stripe)
             else:
-                key = stripe.key
-                self._missed.add(key)
-                order.append(key)
-                while 2 * len(order) > len(new) + len(proven):
-                    self._missed.discard(order.popleft())
+                self._remember(stripe, self._went_new)
                 return stripe
         return None
 
@@ -99,16 +111,25 @@ class S3Fifo:
                 continue
             if not stripe.visited:
                 if may_go(stripe):
+                    self._remember(stripe, self._went_proven)
                     return stripe
                 refusals -= 1
             stripe.visited = False
             self._proven.append(stripe)
         return None
 
+    def _remember(self, stripe: Stripe, went: set[ChunkKey]) -> None:
+        went.add(stripe.key)
+        self._went.append(stripe.key)
+        while 2 * len(self._went) > self._all:
+            oldest = self._went.popleft()
+            self._went_new.discard(oldest)
+            self._went_proven.discard(oldest)
+
     def forget(self, stripe: Stripe) -> None:
         assert not stripe.indexed
         self._gone += 1
-        if 2 * self._gone > len(self._new) + len(self._proven):  # each rebuild is paid for by as many calls
+        if 2 * self._gone > self._all:  # each rebuild is paid for by as many calls
             self._new = deque(stripe for stripe in self._new if stripe.indexed)
             self._proven = deque(stripe for stripe in self._proven if stripe.indexed)
             self._gone = 0

@@ -122,11 +122,22 @@ def _scan(writer: _Writer) -> Iterator[_Talk]:
             yield iter([writer.text(writer.about(12000)).request(burst + number * _SECOND, 200)])
 
 
+def _few(writer: _Writer) -> Iterator[_Talk]:
+    """Questions about three long documents all the time, beside requests that never come back."""
+    documents = [writer.text(64_000) for _ in range(3)]
+    for start in _arrivals(writer.rng, 10 * _SECOND):
+        text = writer.text(writer.about(200), writer.rng.choice(documents))
+        yield iter([text.request(start, writer.about(150))])
+    for start in _arrivals(writer.rng, 0.6 * _SECOND):
+        yield iter([writer.text(writer.about(1000)).request(start, writer.about(300))])
+
+
 KINDS: dict[str, Callable[[_Writer], Iterator[_Talk]]] = {
     "chat": _chat,
     "rag": _rag,
     "agents": _agents,
     "scan": _scan,
+    "few": _few,
 }
 
 
