@@ -58,28 +58,26 @@ class S3Fifo:
         self._gone = 0  # stripes in the queues that left by another way
 
     def admit(self, stripe: Stripe) -> None:
-        if stripe.key in self._went_new:
-            self._went_new.remove(stripe.key)
+        key = stripe.key
+        if key in self._went_new:
+            self._went_new.remove(key)
             step = self._MORE
-        elif stripe.key in self._went_proven:
-            self._went_proven.remove(stripe.key)
+        elif key in self._went_proven:
+            self._went_proven.remove(key)
             step = -self._LESS
         else:
             self._new.append(stripe)
             return
         self._proven.append(stripe)
-        self._share = min(max(self._share + step / self._all, self._LEAST), self._MOST)
-
-    @property
-    def _all(self) -> int:
-        return len(self._new) + len(self._proven)
+        share = self._share + step / (len(self._new) + len(self._proven))
+        self._share = min(max(share, self._LEAST), self._MOST)
 
     def touch(self, stripes: Iterable[Stripe]) -> None:
         for stripe in stripes:
             stripe.visited = True
 
     def evict(self, may_go: Callable[[Stripe], bool]) -> Stripe | None:
-        crowded = len(self._new) >= self._share * self._all
+        crowded = len(self._new) >= self._share * (len(self._new) + len(self._proven))
         return (
             (None if crowded else self._evict_proven(may_go, self._PATIENCE))
             or self._evict_new(may_go)
@@ -119,17 +117,18 @@ class S3Fifo:
         return None
 
     def _remember(self, stripe: Stripe, went: set[ChunkKey]) -> None:
+        order = self._went
         went.add(stripe.key)
-        self._went.append(stripe.key)
-        while 2 * len(self._went) > self._all:
-            oldest = self._went.popleft()
+        order.append(stripe.key)
+        while 2 * len(order) > len(self._new) + len(self._proven):
+            oldest = order.popleft()
             self._went_new.discard(oldest)
             self._went_proven.discard(oldest)
 
     def forget(self, stripe: Stripe) -> None:
         assert not stripe.indexed
         self._gone += 1
-        if 2 * self._gone > self._all:  # each rebuild is paid for by as many calls
+        if 2 * self._gone > len(self._new) + len(self._proven):  # each rebuild is paid for by as many calls
             self._new = deque(stripe for stripe in self._new if stripe.indexed)
             self._proven = deque(stripe for stripe in self._proven if stripe.indexed)
             self._gone = 0
