@@ -42,8 +42,8 @@ class S3Fifo:
     # limit gains 1.3 there, and asks about 120 stripes per eviction instead of 9.
     _PATIENCE = 32
 
-    # The share that newcomers may hold, by which it grows for each of them that was missed, and shrinks for
-    # each proven one, in stripes. The paper's tenth suits objects that are read many times or never; a
+    # Of all stripes, what newcomers may hold; and by how many that grows for one of them that went too early,
+    # and shrinks for a proven one. The paper's tenth suits objects that are read many times or never; a
     # conversation comes back minutes later and must still be there (docs/policies.md).
     _LEAST, _MOST = 0.1, 0.5
     _MORE, _LESS = 8, 4
