@@ -153,12 +153,12 @@ def test_long_prompts_have_fewer_rounds_and_are_not_passed_over(bench, monkeypat
 
 def test_every_round_goes_through_all_modes_with_the_same_prompt(bench):
     found = bench.measure()
-    computed, loaded = (["recompute"] * 3, ["kvcellar"] * 3)
+    computed, loaded = (["recompute"] * 4, ["kvcellar"] * 4)
     asked = bench.asked()
     modes = computed + loaded + loaded + computed + computed + loaded
     assert [mode for mode, _, _ in asked] == modes * 2
-    for start in range(0, len(asked), 6):
-        assert len({prompt for _, _, prompt in asked[start : start + 6]}) == 1
+    for start in range(0, len(asked), 8):
+        assert len({prompt for _, _, prompt in asked[start : start + 8]}) == 1
     assert len({prompt for _, _, prompt in asked}) == 6
     for its in found.values():
         assert [(row["tokens"], len(row["times"]["cold"])) for row in its["rows"]] == [(512, 3), (1024, 3)]
