@@ -41,7 +41,7 @@ def measure(engine: Engine, file: Path) -> list[dict[str, Any]]:
             engine.forget()
             cold.append(_stages(engine, prompt, file))
             settle(tokens)
-            engine.run(prompt)  # the first after a pause takes longer
+            engine.run(prompt)  # the first after a pause, as in ttft.py
             kept.append(_stages(engine, prompt, file))
             engine.forget()
             warm.append(_stages(engine, prompt, file, least=tokens - engine.scale.chunk))

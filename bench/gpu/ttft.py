@@ -65,7 +65,7 @@ def one_round(engine: Engine, tokens: int, *, reload: bool) -> dict[str, Any]:
     engine.forget()
     cold = engine.run(prompt)
     settle(tokens)
-    # The first after a pause takes longer, by up to ten milliseconds: none of those that are compared.
+    # What comes first after a pause may take longer: so it is neither of those that are compared.
     engine.run(prompt)
     # Before it is loaded: of a window, a load leaves a block less than vLLM needs to find it again.
     kept = engine.run(prompt)
