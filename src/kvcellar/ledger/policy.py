@@ -91,10 +91,10 @@ class S3Fifo:
         An answer is stored as it grows, parents first: as proven ones, all but its end would drive out what
         is in use. In reverse, the next to look finds the ends of chains first, as with prompts.
         """
+        new, victim = self._new, None
         parents: list[Stripe] = []
-        victim = None
-        for _ in range(len(self._new)):
-            stripe = self._new.popleft()
+        while new:
+            stripe = new.popleft()
             if not stripe.indexed:
                 self._gone -= 1
             elif stripe.visited or stripe.pins:
@@ -105,7 +105,7 @@ class S3Fifo:
                 break
             else:
                 parents.append(stripe)
-        self._new.extend(reversed(parents))
+        new.extend(reversed(parents))
         if victim is not None:
             self._remember(victim, self._went_new)
         return victim
