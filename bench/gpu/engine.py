@@ -167,12 +167,17 @@ class Engine:
         greedy = SamplingParams(
             max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True, logprobs=logprobs
         )
+        self.idle()
         start = time.perf_counter()
         (output,) = self.llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
         elapsed = (time.perf_counter() - start) * 1e3
         told = output.outputs[0]
         best = [_best(place) for place in told.logprobs or []]
         return Answer(elapsed, output.num_cached_tokens or 0, list(told.token_ids), best)
+
+    def idle(self) -> None:
+        """Wait until it is done with what it was asked before: it tidies up after its answer."""
+        self.llm.llm_engine.is_sleeping()  # answered in turn
 
     def forget(self) -> None:
         """Empty vLLM's own prefix cache, so that KV must come from elsewhere."""

@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=CONFIGS, default=["llama8b"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["kvcellar"])
     parser.add_argument(
-        "--rounds", type=int, default=3, help="of ttft and cold; eight and 32 times as many for short prompts"
+        "--rounds", type=int, default=4, help="of ttft and cold; four and 24 times as many for short prompts"
     )
     parser.add_argument(
         "--lengths", type=int, nargs="+", help="tokens of the prompts of ttft and cold, if not all"

@@ -55,12 +55,13 @@ def _stages(engine: Engine, prompt: list[int], file: Path, least: int = 0) -> di
     """Milliseconds of each stage that this request went through. `least`: tokens that are not computed, or it
     would be another request's profile.
     """
+    engine.idle()
     file.write_text("")
-    last = begun = time.monotonic()
-    cached = engine.run(prompt).cached
+    answer = engine.run(prompt)
     ended = time.monotonic()
-    if cached < least:
-        raise RuntimeError(f"of {len(prompt)} tokens only {cached} were loaded: is the cache too small?")
+    last = begun = ended - answer.ms / 1e3
+    if answer.cached < least:
+        raise RuntimeError(f"of {len(prompt)} tokens only {answer.cached} were loaded: is the cache too small?")
     moments: dict[str, float] = {"answer": ended}
     for line in file.read_text().splitlines():
         at, moment = line.split()

@@ -32,7 +32,7 @@ _ROOM = {"lmcache": 4 / 3}  # for the same prompts: it gives up what it has when
 CLOSING_S = 30.0  # before the end: no round is begun
 # Tokens. Shorter prompts take no time, and are noisy: launched by Python, a forward takes 20 or 40 ms. So
 # they have more rounds; and still more where all that is asked is what storing costs: half a millisecond.
-_SHORT, _MORE = 10_000, {"ttft": 8, "cold": 32}
+_SHORT, _MORE = 10_000, {"ttft": 4, "cold": 24}
 
 _Any = TypeVar("_Any")
 

@@ -53,6 +53,9 @@ class LLM:
 class Core:
     # Decodes a token of each request in every step.
 
+    def is_sleeping(self):
+        return False
+
     def __init__(self, llm):
         self.llm, self.left, self.steps = llm, {}, 0
 
