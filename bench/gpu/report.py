@@ -85,6 +85,8 @@ def _print_ttft(entries: Entries) -> None:
             line += f"  {row['warm']:8.1f}{mark}{row['kept']:8.1f} {_figure(row, 'floor', 8, 1)}"
             line += f" {_figure(row, 'of_floor', 8, 3)} {_figure(row, 'over', 8, 1)}"
             line += f"  {sorted(set(row['cached']))}" + ("" if row["same"] else "  TOKENS DIFFER")
+        elif "kept" in row:
+            line += f"  {'':9}{row['kept']:8.1f}"
         print(line)
 
 

@@ -61,7 +61,9 @@ def _stages(engine: Engine, prompt: list[int], file: Path, least: int = 0) -> di
     ended = time.monotonic()
     last = begun = ended - answer.ms / 1e3
     if answer.cached < least:
-        raise RuntimeError(f"of {len(prompt)} tokens only {answer.cached} were loaded: is the cache too small?")
+        raise RuntimeError(
+            f"of {len(prompt)} tokens only {answer.cached} were loaded: is the cache too small?"
+        )
     moments: dict[str, float] = {"answer": ended}
     for line in file.read_text().splitlines():
         at, moment = line.split()
