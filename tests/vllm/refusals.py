@@ -2,7 +2,7 @@
 with one thing changed. A program for vLLM's own interpreter; test_refusals.py runs it.
 
 Its arguments are the folder of a model, and one to write to. Answers with a line of JSON: by case, what is
-said; nothing of an engine that is supported.
+said; nothing of an engine that is supported. And whether a worker side knows that vLLM schedules ahead.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -35,6 +35,7 @@ def main() -> None:
     model, folder = sys.argv[1], Path(sys.argv[2])
     set_environment(ranks=1)
     said = _of_layers(_config(model)) | _of_engines(model) | _of_memory(_config(model), folder / "socket")
+    said |= _of_steps(model, folder / "socket")
     (folder / "config.json").write_text(json.dumps(BERT))
     bert = _config(str(folder), runner="pooling", load_format="dummy", max_model_len=128)
     said["bert"] = _said(bert, [_full()])
@@ -98,6 +99,22 @@ def _of_memory(config: Any, socket: Path) -> dict[str, str]:
         rank = WorkerSide(config, _layers([layer]), options)
         rank.register_kv_caches({"layer 0": memory})
         found[name] = rank.tensor_layout().problem
+        rank.close()
+    return found
+
+
+def _of_steps(model: str, socket: Path) -> dict[str, str]:
+    """On CPUs vLLM does not schedule ahead, so this is set afterwards."""
+    from kvcellar.vllm.options import Options  # noqa: PLC0415
+    from kvcellar.vllm.worker import WorkerSide  # noqa: PLC0415
+
+    found = {}
+    for name, ahead in (("one step at a time", False), ("steps ahead", True)):
+        config = _config(model)
+        object.__setattr__(config.scheduler_config, "async_scheduling", ahead)
+        options = Options(socket, name, require=False, lookup_timeout=1.0, tenant="", staging_bytes=0)
+        rank = WorkerSide(config, _layers([_full()]), options)
+        found[name] = "ahead" if rank._ahead else ""
         rank.close()
     return found
 

@@ -44,6 +44,11 @@ def test_a_plain_engine_is_supported(said: dict[str, str]) -> None:
     assert said["supported"] == said["whole pages"] == ""
 
 
+def test_a_worker_side_knows_whether_vllm_schedules_ahead(said: dict[str, str]) -> None:
+    """If it did not, loads would be told of a step later."""
+    assert (said["one step at a time"], said["steps ahead"]) == ("", "ahead")
+
+
 def test_layers_that_are_not_known_to_be_exact_are_refused(said: dict[str, str]) -> None:
     kinds = {name for name in said if name.endswith(("Spec", "Specs"))}
     assert kinds > EXACT
