@@ -41,6 +41,9 @@ class LLM:
 
     def generate(self, prompts, *_, **__):
         prompt = prompts[0]["prompt_token_ids"]
+        if not self.llm_engine.idle:
+            raise RuntimeError("is it done with the request before?")
+        self.llm_engine.idle = False
         self.requests += 1
         self.note(prompt)
         self.fail(self.requests)
@@ -53,11 +56,12 @@ class LLM:
 class Core:
     # Decodes a token of each request in every step.
 
-    def is_sleeping(self):
-        return False
-
     def __init__(self, llm):
-        self.llm, self.left, self.steps = llm, {}, 0
+        self.llm, self.left, self.steps, self.idle = llm, {}, 0, False
+
+    def is_sleeping(self):
+        self.idle = True
+        return False
 
     def add_request(self, name, prompt, params):
         self.llm.note(prompt["prompt_token_ids"])
@@ -165,7 +169,7 @@ def test_every_round_goes_through_all_modes_with_the_same_prompt(bench):
     assert len({prompt for _, _, prompt in asked}) == 6
     for its in found.values():
         assert [(row["tokens"], len(row["times"]["cold"])) for row in its["rows"]] == [(512, 3), (1024, 3)]
-        assert all("of_recompute" in row for row in its["rows"])
+        assert all("of_recompute" in row and "kept" in row for row in its["rows"])
         assert "errors" not in its
 
 

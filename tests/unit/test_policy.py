@@ -113,7 +113,8 @@ def test_the_default_is_not_flushed_by_one_pass_over_much_data():
 
 def test_the_default_gives_up_nothing_in_use_for_answers_that_grow():
     """Three prompts of 50 chunks, loaded in turn, in a shelf of 185; eight answers at a time, of five chunks
-    each, which are stored as they grow and never asked for. Both are as many as 29 GiB held on a GPU host.
+    each, which are stored as they grow and never asked for. A tenth of what three prompts of 64,000 tokens
+    are in 29 GiB.
     """
     shelf = Shelf(1, DefaultPolicy())
     shelf.add_rack(0, MemoryTable(185))

@@ -85,9 +85,6 @@ def _of_memory(config: Any, socket: Path) -> dict[str, str]:
     """What a rank says of the memory that vLLM hands it."""
     import torch  # noqa: PLC0415
 
-    from kvcellar.vllm.options import Options  # noqa: PLC0415
-    from kvcellar.vllm.worker import WorkerSide  # noqa: PLC0415
-
     found, blocks = {}, torch.zeros(_BLOCKS, 2, 16, 1, 16)
     padded = dataclasses.replace(_full(), page_size_padded=2 * _full().page_size_bytes)
     for name, layer, memory in (
@@ -95,8 +92,7 @@ def _of_memory(config: Any, socket: Path) -> dict[str, str]:
         ("padded pages", padded, blocks),
         ("two tensors", _full(), [blocks, blocks]),
     ):
-        options = Options(socket, name, require=False, lookup_timeout=1.0, tenant="", staging_bytes=0)
-        rank = WorkerSide(config, _layers([layer]), options)
+        rank = _rank(config, layer, socket, name)
         rank.register_kv_caches({"layer 0": memory})
         found[name] = rank.tensor_layout().problem
         rank.close()
@@ -105,18 +101,22 @@ def _of_memory(config: Any, socket: Path) -> dict[str, str]:
 
 def _of_steps(model: str, socket: Path) -> dict[str, str]:
     """On CPUs vLLM does not schedule ahead, so this is set afterwards."""
-    from kvcellar.vllm.options import Options  # noqa: PLC0415
-    from kvcellar.vllm.worker import WorkerSide  # noqa: PLC0415
-
     found = {}
     for name, ahead in (("one step at a time", False), ("steps ahead", True)):
         config = _config(model)
         object.__setattr__(config.scheduler_config, "async_scheduling", ahead)
-        options = Options(socket, name, require=False, lookup_timeout=1.0, tenant="", staging_bytes=0)
-        rank = WorkerSide(config, _layers([_full()]), options)
+        rank = _rank(config, _full(), socket, name)
         found[name] = "ahead" if rank._ahead else ""
         rank.close()
     return found
+
+
+def _rank(config: Any, layer: Any, socket: Path, session: str) -> Any:
+    from kvcellar.vllm.options import Options  # noqa: PLC0415
+    from kvcellar.vllm.worker import WorkerSide  # noqa: PLC0415
+
+    options = Options(socket, session, require=False, lookup_timeout=1.0, tenant="", staging_bytes=0)
+    return WorkerSide(config, _layers([layer]), options)
 
 
 def _full() -> Any:

@@ -45,7 +45,7 @@ def test_a_plain_engine_is_supported(said: dict[str, str]) -> None:
 
 
 def test_a_worker_side_knows_whether_vllm_schedules_ahead(said: dict[str, str]) -> None:
-    """If it did not, loads would be told of a step later."""
+    """If it did not, the step that hands over a load would wait for it in vain, on GPUs alone."""
     assert (said["one step at a time"], said["steps ahead"]) == ("", "ahead")
 
 

@@ -86,7 +86,8 @@ class S3Fifo:
         )
 
     def _evict_new(self, may_go: Callable[[Stripe], bool]) -> Stripe | None:
-        """Each is looked at once at most. Parents that may not go yet stay newcomers, behind their children.
+        """Each is looked at once at most. What was used, or is being read now, joins the proven ones; parents
+        that may not go yet stay newcomers, behind their children.
 
         An answer is stored as it grows, parents first: as proven ones, all but its end would drive out what
         is in use. In reverse, the next to look finds the ends of chains first, as with prompts.
