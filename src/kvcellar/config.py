@@ -130,7 +130,10 @@ class Settings:
         _Setting(_size, "Disk to use at most, e.g. 200GiB. [default: half of what is free]"),
     ] = None
     tier: Annotated[
-        tuple[str, ...], _Setting(_tiers, "A further tier, as a URL; may be repeated, nearest first.")
+        tuple[str, ...],
+        _Setting(
+            _tiers, "A further tier: redis://HOST:PORT, s3://BUCKET, ...; may be repeated, nearest first."
+        ),
     ] = ()
     log_level: Annotated[str, _Setting(_level, "debug, info, warning or error.")] = "info"
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -49,15 +50,20 @@ def refused(*arguments):
 # -- status, clear, pin
 
 
-def test_status_is_a_table_for_people(server, engine, kvcellar):
+def test_status_is_for_people(server, engine, kvcellar):
     one = engine("tp2", session="llama-0")
     one.store(4)
     one.lookup(4)
     code, shown, _ = kvcellar("status", "--socket", server.socket)
     assert code == 0
     assert re.match(rf"kvcellar {__version__}, pid {server.pid}, serving .*{server.socket}", shown)
-    assert re.search(r"tiny +│ bfloat16 │ 256 tokens │ +2 │ +1 │ +4 │", shown)
-    assert re.search(r"llama-0 │ test +│ scheduler, 0, 1 │ .{8} +│ +1 │ +100% │ +4 │ +1 │ 32 KiB", shown)
+    short = one.namespace.id.hex()[:8]
+    assert f"\n  {short}  tiny, bfloat16\n      4 chunks of 256 tokens in memory, with room for " in shown
+    assert " in 2 shards; used by 1 engine\n" in shown
+    assert f"\n  llama-0  test, ranks scheduler, 0, 1; namespace {short}\n" in shown
+    assert (
+        "\n      1 lookup found 4 of 4 chunks (100%); 4 chunks stored\n      1 lease with 32 KiB\n" in shown
+    )
 
 
 def test_status_says_why_engines_of_one_model_do_not_share(server, engine, kvcellar):
@@ -77,9 +83,9 @@ def test_status_shows_names_as_they_are(server, engine, kvcellar, monkeypatch):
         engine(tenant, session=f"[red]{tenant}")
     code, shown, _ = kvcellar("status", "--socket", server.socket)
     assert code == 0
-    assert shown.count("│ /models/[v1]/:cat:[/b] │") == 2
+    assert shown.count("  /models/[v1]/:cat:[/b], bfloat16\n") == 2
     assert "/models/[v1]/:cat:[/b]: 2 namespaces, which differ in tenant\n" in shown
-    assert "│ [red]b " in shown
+    assert "\n  [red]b  test, " in shown
 
 
 def test_status_as_json_is_the_servers_report(server, engine, kvcellar):
@@ -95,9 +101,9 @@ def test_clear_forgets_one_namespace_or_everything(server, engine, kvcellar):
     one.store(4)
     other.store(3)
     where = ["--socket", server.socket]
-    assert kvcellar("clear", "--namespace", one.namespace.id.hex(), *where) == (0, "forgot 4 stripes\n", "")
+    assert kvcellar("clear", "--namespace", one.namespace.id.hex(), *where) == (0, "forgot 4 chunks\n", "")
     assert (one.hit(4), other.hit(3)) == (0, 3)
-    assert kvcellar("clear", *where)[1] == "forgot 3 stripes\n"
+    assert kvcellar("clear", *where)[1] == "forgot 3 chunks\n"
     assert other.hit(3) == 0
 
 
@@ -152,9 +158,24 @@ def test_pin_keeps_a_namespace_and_off_lets_it_go(server, engine, kvcellar):
     assert not server.status().namespaces[0].pinned
 
 
+def test_the_beginning_of_an_id_will_do_if_it_is_one_namespaces(server, engine, kvcellar, monkeypatch):
+    one = engine("one", session="a")
+    name = one.namespace.id.hex()
+    where = ["--socket", server.socket]
+    assert kvcellar("pin", name[:8], *where) == (0, f"{name} is pinned\n", "")
+    twin = SimpleNamespace(id=name[:8] + "0" * 24)
+    report = SimpleNamespace(namespaces=[twin, SimpleNamespace(id=name)])
+    monkeypatch.setattr("kvcellar.client.AdminClient.status", lambda admin: report)
+    code, _, said = kvcellar("clear", "--namespace", name[:8], *where)
+    assert (code, said.startswith(f"kvcellar: 2 namespaces begin with {name[:8]}; ")) == (2, True)
+
+
 def test_a_namespace_that_is_none_is_refused(server, kvcellar):
     where = ["--socket", server.socket]
-    for name, says in (("xyz", "'xyz' is not a namespace id: 32 hex digits"), ("00" * 16, "00" * 16)):
+    for name, says in (
+        ("xyz", "'xyz' is no id of a namespace: hex digits, as `kvcellar status` shows them"),
+        ("00" * 16, f"there is no namespace {'00' * 16}; `kvcellar status` lists them"),
+    ):
         for command in (["clear", "--namespace", name], ["pin", name]):
             code, _, said = kvcellar(*command, *where)
             assert code == 2
@@ -163,9 +184,23 @@ def test_a_namespace_that_is_none_is_refused(server, kvcellar):
 
 def test_without_a_server_every_question_says_so(tmp_path, kvcellar):
     missing = tmp_path / "s"
-    for command in (["status"], ["pin", "00" * 16], ["clear", "--folder", tmp_path / "none"]):
+    for command in (["status"], ["pin", "00" * 16], ["clear", "--name", "nobodys-name"]):
         code, _, said = kvcellar(*command, "--socket", missing)
-        assert (code, said) == (2, f"kvcellar: no server on {missing}: No such file or directory\n")
+        advice = "is `kvcellar serve` running, and is that its --socket?"
+        assert (code, said) == (2, f"kvcellar: no server on {missing}: No such file or directory; {advice}\n")
+
+
+def test_clear_of_a_folder_is_of_that_folder_and_no_other(server, engine, kvcellar, tmp_path):
+    one = engine()
+    one.store(4)
+    code, _, said = kvcellar("clear", "--folder", tmp_path / "none", "--socket", server.socket)
+    assert (code, said) == (2, f"kvcellar: {tmp_path}/none is not there: no server left anything\n")
+    code, _, said = kvcellar("clear", "--folder", server.folder, "--socket", server.socket)
+    assert code == 2
+    assert f"another server (pid {server.pid}) is using {server.folder}" in said
+    code, _, said = kvcellar("clear", "--folder", server.folder, "--namespace", "0000")
+    assert (code, "give one of them" in said) == (2, True)
+    assert one.hit(4) == 4
 
 
 @pytest.mark.parametrize(
@@ -196,13 +231,14 @@ def test_help_mentions_every_flag(kvcellar):
         ("bench", "copy"): ["--json", "--quick"],
         ("bench", "control"): ["--json", "--quick", "--peer"],
         ("bench", "tiers"): ["--json", "--quick", "--folder", "--tier"],
-        (): ["serve", "status", "clear", "pin", "bench", "version"],
+        (): ["serve", "status", "clear", "pin", "bench", "--version"],
     }
     for command, words in flags.items():
         code, shown, _ = kvcellar(*command, "--help")
         assert code == 0
         assert [word for word in words if word not in shown] == []
-    assert kvcellar("version") == (0, f"{__version__}\n", "")
+    assert kvcellar("clear", "-h") == kvcellar("clear", "--help")
+    assert kvcellar("--version") == (0, f"{__version__}\n", "")
 
 
 # -- settings
@@ -346,7 +382,8 @@ def test_another_user_is_refused_with_a_sentence_unless_allowed(stopped_server):
         stopped_server.start()
         assert (ask().returncode, ask().stderr) == (
             2,
-            f"kvcellar: no server on {stopped_server.socket}: Permission denied\n",
+            f"kvcellar: no server on {stopped_server.socket}: Permission denied; "
+            "is `kvcellar serve` running, and is that its --socket?\n",
         )
         stopped_server.restart(allow_uids="65533")
         assert (ask().returncode, ask().stderr) == (

@@ -140,6 +140,7 @@ class Arena:
 
     def adopt(self) -> Iterator[Adopted]:
         """Every believable rack of an earlier server. What cannot be believed is removed and counted."""
+        too_large: list[int] = []
         for folder in _namespace_folders(self.folder):
             try:
                 namespace = decode_namespace((folder / "namespace").read_bytes())
@@ -149,10 +150,15 @@ class Arena:
                 self._refuse(error)
                 shutil.rmtree(folder)
                 continue
-            yield from self._adopt_racks(folder, namespace)
+            yield from self._adopt_racks(folder, namespace, too_large)
             _remove_strays(folder)
+        if too_large:
+            log.warning(
+                "not adopted: %d MiB that do not fit into --memory any more; what was there is forgotten",
+                sum(too_large) >> 20,
+            )
 
-    def _adopt_racks(self, folder: Path, namespace: Namespace) -> Iterator[Adopted]:
+    def _adopt_racks(self, folder: Path, namespace: Namespace, too_large: list[int]) -> Iterator[Adopted]:
         for path in sorted(folder.glob("*.table")):
             match = re.fullmatch(r"g(\d+)-r(\d+)\.table", path.name)
             group, number = map(int, match.groups()) if match else (-1, -1)
@@ -161,7 +167,10 @@ class Arena:
                 table = StripeTable.open(path, table_id)
                 spec = RackSpec(folder, table_id, slot_bytes(namespace, group), table.slots)
                 if self.used + spec.file_bytes > self.limit:
-                    raise Corrupt(f"{path} does not fit into --memory any more")
+                    self.refused += 1
+                    too_large.append(spec.file_bytes)
+                    _remove(path)
+                    continue
                 rack = Rack.adopt(spec, table)
             except (OSError, BadRequest, Corrupt) as error:
                 self._refuse(error)
@@ -248,7 +257,7 @@ def _lock_folder(folder: Path) -> int:
         owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
         os.close(fd)
         raise StartupError(
-            f"another server (pid {owner}) is using {folder}; stop it, or start this one with another --name"
+            f"another server (pid {owner}) is using {folder}; stop it, or choose another --name or --folder"
         ) from None
     try:
         os.ftruncate(fd, 0)

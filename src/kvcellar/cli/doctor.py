@@ -64,8 +64,9 @@ def _told(finding: Finding) -> str:
         return f"{finding.tier}\n     {finding.problem}"
     return f"{finding.tier}: " + (
         finding.note
-        or f"opened in {finding.open_ms:.0f} ms, one question {finding.exist_ms:.2f} ms, "
-        f"{_SIZE >> 20} MiB objects: write {finding.write_gbps:.2f} GB/s, read {finding.read_gbps:.2f} GB/s"
+        or f"opened in {finding.open_ms:.0f} ms, one question {finding.exist_ms * 1e3:,.0f} us, "
+        f"{_SIZE >> 20} MiB objects: write {finding.write_gbps * 1e3:,.0f} MB/s, "
+        f"read {finding.read_gbps * 1e3:,.0f} MB/s"
     )
 
 

@@ -5,6 +5,7 @@ Imports are kept inside commands where they are heavy: `kvcellar serve` must be 
 
 import asyncio
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +16,8 @@ from kvcellar import __version__
 from kvcellar.cli import bench
 from kvcellar.cli.simulate import simulate, trace
 from kvcellar.config import HELP, load_settings
-from kvcellar.errors import CellarError, StartupError, Unavailable
+from kvcellar.errors import BadRequest, CellarError, Disconnected, StartupError
+from kvcellar.wire.report import StatusReport
 
 # \b keeps the lines of a paragraph as they are.
 _HELP = """KVCellar keeps the KV cache that LLM engines throw away.
@@ -34,6 +36,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench.app, name="bench", help="Measure this machine.")
 
@@ -52,6 +55,21 @@ Config = Annotated[
     Text, typer.Option("--config", help="TOML file with any of these settings.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -103,32 +121,45 @@ def status(name: Name = None, socket: Socket = None, as_json: Json = False, conf
 
 @app.command()
 def clear(
-    namespace: Annotated[str, typer.Option(help="Only this namespace: the id that `status` shows.")] = "",
+    namespace: Annotated[str, typer.Option(help="Only this namespace: its id, as `status` shows it.")] = "",
     name: Name = None,
     socket: Socket = None,
-    folder: Annotated[Text, _flag("folder")] = None,
+    folder: Annotated[
+        Text, typer.Option(help="Free what a stopped server left in this folder.", show_default=False)
+    ] = None,
     config: Config = None,
 ) -> None:
-    """Forget cached KV. Without a running server, free the shared memory that the last one left."""
+    """Forget cached KV. Without a running server, free the shared memory that the last one left.
+
+    Tiers keep what they have. What engines are reading at this moment stays until they have read it.
+    """
     from kvcellar.arena import remove_folder  # noqa: PLC0415 - numpy takes its time
     from kvcellar.client import AdminClient  # noqa: PLC0415 - likewise
 
     settings = load_settings({"name": name, "socket": socket, "folder": folder}, config)
+    if folder is not None and namespace:
+        raise StartupError(
+            "--namespace asks a server, --folder frees what a stopped one left: give one of them"
+        )
+    left = settings.folder_path
     try:
-        admin = AdminClient(settings.socket_path)
-    except Unavailable as error:
-        if namespace or not _is_there(settings.folder_path):
+        if folder is None:
+            with AdminClient(settings.socket_path) as admin:
+                chosen = _find_namespace(admin.status(), namespace) if namespace else None
+                print(f"forgot {admin.clear(chosen):,} chunks")
+                return
+    except Disconnected:
+        if namespace or not _is_there(left):
             raise
-        freed = remove_folder(settings.folder_path)
-        print(f"{error}; freed {freed >> 20} MiB that an earlier server left in {settings.folder_path}")
-        return
-    with admin:
-        print(f"forgot {admin.clear(_namespace_id(namespace))} stripes")
+    if not _is_there(left):
+        raise StartupError(f"{left} is not there: no server left anything")
+    freed = remove_folder(left)
+    print(f"freed {freed >> 20} MiB that an earlier server left in {left}")
 
 
 @app.command()
 def pin(
-    namespace: Annotated[str, typer.Argument(help="The id that `status` shows.")],
+    namespace: Annotated[str, typer.Argument(help="Its id, as `status` shows it.")],
     off: Annotated[bool, typer.Option("--off", help="Allow eviction again.")] = False,
     name: Name = None,
     socket: Socket = None,
@@ -140,12 +171,10 @@ def pin(
     """
     from kvcellar.client import AdminClient  # noqa: PLC0415 - numpy takes its time
 
-    wanted = _namespace_id(namespace)
-    if wanted is None:
-        raise StartupError("name a namespace; `kvcellar status` lists them")
     with AdminClient(_socket(name, socket, config)) as admin:
-        admin.pin(wanted, not off)
-    print(f"{namespace} may be evicted again" if off else f"{namespace} is pinned")
+        found = _find_namespace(admin.status(), namespace)
+        admin.pin(found, not off)
+    print(f"{found.hex()} may be evicted again" if off else f"{found.hex()} is pinned")
 
 
 @app.command()
@@ -184,12 +213,6 @@ app.command()(simulate)
 app.command()(trace)
 
 
-@app.command()
-def version() -> None:
-    """Print the version."""
-    print(__version__)
-
-
 def _socket(name: str | None, socket: str | None, config: str | None) -> Path:
     return load_settings({"name": name, "socket": socket}, config).socket_path
 
@@ -201,21 +224,25 @@ def _is_there(folder: Path) -> bool:
         raise StartupError(f"cannot use {folder}: {error.strerror}; see --folder") from None
 
 
-def _namespace_id(text: str) -> bytes | None:
-    if not text:
-        return None
-    try:
-        parsed = bytes.fromhex(text)
-    except ValueError:
-        parsed = b""
-    if len(parsed) != 16:
-        raise StartupError(f"{text!r} is not a namespace id: 32 hex digits, as `kvcellar status` shows")
-    return parsed
+def _find_namespace(report: StatusReport, text: str) -> bytes:
+    """By the beginning of its id."""
+    if not re.fullmatch("[0-9a-fA-F]{4,32}", text):
+        raise BadRequest(f"{text!r} is no id of a namespace: hex digits, as `kvcellar status` shows them")
+    found = [one.id for one in report.namespaces if one.id.startswith(text.lower())]
+    if not found:
+        raise BadRequest(f"there is no namespace {text}; `kvcellar status` lists them")
+    if len(found) > 1:
+        raise BadRequest(f"{len(found)} namespaces begin with {text}; `kvcellar status --json` has whole ids")
+    return bytes.fromhex(found[0])
 
 
 def main() -> None:
     try:
         app()
+    except Disconnected as error:
+        hint = "is `kvcellar serve` running, and is that its --socket?"
+        print(f"kvcellar: {error}; {hint}", file=sys.stderr)
+        sys.exit(2)
     except CellarError as error:
         print(f"kvcellar: {error}", file=sys.stderr)
         sys.exit(2)

@@ -56,6 +56,8 @@ def simulate(
     """
     from kvcellar import simulate as library  # noqa: PLC0415 - numpy takes its time
 
+    if plot and plot.suffix.lower() != ".svg":
+        raise BadRequest(f"--plot {plot}: what is drawn is SVG; name a file that ends in .svg")
     question = library.Question(
         [_size("--memory", text) for text in memory.split(",")],
         _size("--disk", disk),
@@ -76,7 +78,7 @@ def simulate(
 
 
 def trace(
-    kind: Annotated[str, typer.Argument(help="chat, rag, agents, scan or few.")],
+    kind: Annotated[str, typer.Argument(help="chat, rag, agents, scan, few or answers.")],
     seed: Annotated[int, typer.Option(help="Another number makes another trace.")] = 1,
 ) -> None:
     """Make up an hour of traffic of one busy host and print it, for `kvcellar simulate` to replay.
@@ -87,6 +89,7 @@ def trace(
     agents   many quick steps after one of a dozen long system prompts
     scan     chat, with bursts of long documents that nobody asks for again
     few      three long documents that are asked about all the time, beside requests that never come back
+    answers  four documents in use all the time, beside short questions with long answers
     """
     from kvcellar.simulate import KINDS, encode, make_requests  # noqa: PLC0415 - numpy takes its time
 

@@ -1,14 +1,18 @@
-"""The table that `kvcellar status` prints."""
+"""What `kvcellar status` prints: an entry for each namespace, engine and tier, readable at any width and in
+pipes.
+"""
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
-from rich.console import Console, Group
-from rich.table import Table
 
 from kvcellar.client import AdminClient
 from kvcellar.wire.report import NamespaceReport, SessionReport, StatusReport, TierReport
+
+# Of a namespace's id: enough to tell it from others, and for `pin` and `clear`.
+_ID_DIGITS = 8
 
 
 def fetch_status(socket: Path) -> StatusReport:
@@ -19,118 +23,107 @@ def fetch_status(socket: Path) -> StatusReport:
 def print_status(report: StatusReport, *, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
-        return
-    # What engines call themselves, their models and paths is text, whatever it looks like.
-    Console(markup=False, emoji=False).print(status_view(report))
+    else:
+        print("\n".join(_lines(report)))
 
 
-def status_view(report: StatusReport) -> Group:
-    parts: list[Table | str] = [
-        _namespaces(report.namespaces),
-        *_differences(report.namespaces),
-        _sessions(report.sessions),
-    ]
+def _lines(report: StatusReport) -> Iterator[str]:
+    yield from _headlines(report)
+    yield from _section("namespaces", [_namespace(one) for one in report.namespaces])
+    yield from _differences(report.namespaces)
+    yield from _section("engines", [_session(one) for one in report.sessions])
     if report.tiers:
-        parts.append(_tiers(report.tiers))
-    return Group(_headline(report), *parts)
+        yield from _section("tiers", [_tier(one) for one in report.tiers])
 
 
-def _headline(report: StatusReport) -> str:
+def _section(title: str, entries: list[list[str]]) -> Iterator[str]:
+    """The first line of each entry names it, the others tell more."""
+    yield ""
+    yield title if entries else f"{title}: none"
+    for first, *more in entries:
+        yield f"  {first}"
+        yield from (f"      {line}" for line in more)
+
+
+def _headlines(report: StatusReport) -> Iterator[str]:
     waiting = "waiting for engines of an earlier server" if report.in_grace else "serving"
     state = "draining" if report.draining else waiting
-    share = report.memory_used / report.memory_limit
-    troubles = ", ".join(
-        f"{count} {name}" for name, count in report.counts.items() if count and name != "stale"
-    )
     since = _duration(report.uptime_s)
-    return (
-        f"kvcellar {report.version}, pid {report.pid}, {state} for {since} on {report.socket}\n"
-        f"memory {_size(report.memory_used)} of {_size(report.memory_limit)} ({share:.0%})"
-        + (f"; {troubles}" if troubles else "")
-    )
+    yield f"kvcellar {report.version}, pid {report.pid}, {state} for {since} on {report.socket}"
+    yield f"{_size(report.memory_used)} of {_size(report.memory_limit)} of memory given to namespaces"
+    if troubles := _each({name: count for name, count in report.counts.items() if name != "stale"}):
+        yield f"what should be rare: {troubles}"
 
 
-def _namespaces(reports: list[NamespaceReport]) -> Table:
-    table = Table(title="namespaces", title_justify="left", expand=False)
-    for name in ("id", "model", "kv", "chunk", "shards", "engines"):
-        table.add_column(name, justify="left" if name in ("id", "model", "kv") else "right", overflow="fold")
-    for name in ("chunks", "room for", "evicted", "memory"):
-        table.add_column(name, justify="right")
-    for report in reports:
-        table.add_row(
-            report.id,
-            report.identity["model"] + (" (pinned)" if report.pinned else ""),
-            report.identity["kv_dtype"],
-            f"{report.identity['chunk_tokens']} tokens",
-            str(report.shards),
-            str(report.engines),
-            " + ".join(f"{group.stripes:,}" for group in report.groups),
-            " + ".join(f"{group.slots:,}" for group in report.groups),
-            f"{sum(group.left_by.get('evicted', 0) for group in report.groups):,}",
-            _size(report.memory_bytes),
-        )
-    return table
+def _namespace(report: NamespaceReport) -> list[str]:
+    identity = report.identity
+    chunks = " + ".join(f"{group.stripes:,}" for group in report.groups)
+    slots = " + ".join(f"{group.slots:,}" for group in report.groups)
+    evicted = sum(group.left_by.get("evicted", 0) for group in report.groups)
+    return [
+        f"{report.id[:_ID_DIGITS]}  {identity['model']}, {identity['kv_dtype']}" + ", pinned" * report.pinned,
+        f"{chunks} chunks of {identity['chunk_tokens']} tokens in memory, with room for {slots}; "
+        f"{evicted:,} evicted",
+        f"{_size(report.memory_bytes)} in {_count(report.shards, 'shard')}; used by "
+        f"{_count(report.engines, 'engine')}",
+    ]
 
 
-def _differences(reports: list[NamespaceReport]) -> list[str]:
+def _differences(reports: list[NamespaceReport]) -> Iterator[str]:
     """Why engines of one model do not share, a line for each model."""
     models = defaultdict[str, list[dict[str, str]]](list)
     for report in reports:
         models[report.identity["model"]].append(report.identity)
+    for model, several in models.items():
+        if len(several) > 1:
+            fields = [field for field in several[0] if len({each[field] for each in several}) > 1]
+            yield f"  {model}: {len(several)} namespaces, which differ in {', '.join(fields)}"
+
+
+def _session(report: SessionReport) -> list[str]:
+    counts = report.counts
+    asked, hit = counts.get("asked_chunks", 0), counts.get("hit_chunks", 0)
+    ranks = ", ".join(_rank(rank, rank in report.connected) for rank in report.ranks)
+    namespaces = ", ".join(namespace[:_ID_DIGITS] for namespace in report.namespaces)
+    found = f" found {hit:,} of {asked:,} chunks ({hit / asked:.0%})" if asked else ""
     return [
-        f"{model}: {len(several)} namespaces, which differ in "
-        + ", ".join(field for field in several[0] if len({each[field] for each in several}) > 1)
-        for model, several in models.items()
-        if len(several) > 1
+        f"{report.name}  {report.label}, ranks {ranks}; "
+        + (f"namespace {namespaces}" if namespaces else "no namespace yet"),
+        f"{_count(counts.get('lookups', 0), 'lookup')}{found}; {counts.get('committed', 0):,} chunks stored",
+        f"{_count(report.leases, 'lease')} with {_size(report.held_bytes)}",
     ]
 
 
-def _sessions(reports: list[SessionReport]) -> Table:
-    table = Table(title="engines", title_justify="left", expand=False)
-    for name in ("session", "engine", "ranks", "namespace"):
-        table.add_column(name, overflow="fold")
-    for name in ("lookups", "hit rate", "stored", "leases", "held"):
-        table.add_column(name, justify="right")
-    for report in reports:
-        asked, hit = report.counts.get("asked_chunks", 0), report.counts.get("hit_chunks", 0)
-        table.add_row(
-            report.name,
-            report.label,
-            ", ".join(_rank(rank, rank in report.connected) for rank in report.ranks),
-            ", ".join(namespace[:8] for namespace in report.namespaces),
-            f"{report.counts.get('lookups', 0):,}",
-            f"{hit / asked:.0%}" if asked else "-",
-            f"{report.counts.get('committed', 0):,}",
-            str(report.leases),
-            _size(report.held_bytes),
-        )
-    return table
+def _tier(report: TierReport) -> list[str]:
+    counts = report.counts
+    capacity = f" of {_size(report.capacity_bytes)}" if report.capacity_bytes else ""
+    holds = f"{report.objects:,} objects" if report.objects else ""
+    if report.used_bytes:
+        holds += f", {_size(report.used_bytes)}{capacity}"
+    troubles = {name: counts.get(name, 0) for name in ("errors", "corrupt", "stuck")}
+    moved = [
+        ("read", report.read_bytes, report.read_rate),
+        ("written", report.written_bytes, report.write_rate),
+    ]
+    lines = [
+        f"{report.label}  {report.state}",
+        report.reason,
+        holds.removeprefix(", "),
+        "; ".join(f"{_size(size)} {how}, lately {_size(rate)}/s" for how, size, rate in moved),
+        f"{_count(counts.get('hits', 0), 'hit')}, {_count(counts.get('misses', 0), 'miss', 'misses')}, "
+        f"{report.queued:,} waiting to be written",
+        f"not written: {dropped}" if (dropped := _each(report.dropped)) else "",
+        f"trouble: {trouble}" if (trouble := _each(troubles)) else "",
+    ]
+    return [line for line in lines if line]
 
 
-def _tiers(reports: list[TierReport]) -> Table:
-    table = Table(title="tiers", title_justify="left", expand=False)
-    for name in ("tier", "state"):
-        table.add_column(name, overflow="fold")
-    for name in ("objects", "bytes", "read", "written", "hits", "misses", "queued", "dropped", "errors"):
-        table.add_column(name, justify="right")
-    for report in reports:
-        counts = report.counts
-        capacity = f" of {_size(report.capacity_bytes)}" if report.capacity_bytes else ""
-        troubles = sum(counts.get(name, 0) for name in ("errors", "corrupt", "stuck"))
-        table.add_row(
-            report.label,
-            report.state + (f": {report.reason}" if report.reason else ""),
-            f"{report.objects:,}" if report.objects else "-",
-            f"{_size(report.used_bytes)}{capacity}" if report.used_bytes else "-",
-            f"{_size(report.read_bytes)}, {_size(report.read_rate)}/s",
-            f"{_size(report.written_bytes)}, {_size(report.write_rate)}/s",
-            f"{counts.get('hits', 0):,}",
-            f"{counts.get('misses', 0):,}",
-            f"{report.queued:,}",
-            f"{sum(report.dropped.values()):,}",
-            f"{troubles:,}",
-        )
-    return table
+def _each(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+
+
+def _count(number: int, one: str, several: str = "") -> str:
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
 def _rank(rank: int, connected: bool) -> str:

@@ -81,10 +81,12 @@ class Server:
         self._catch_signals()
         accepting = asyncio.create_task(self._accept(listener))
         log.info(
-            "kvcellar %s ready on %s: %d MiB of memory, %d stripes found again",
+            "kvcellar %s ready on %s: up to %d MiB%s in %s, %d chunks found again",
             __version__,
             self._settings.socket_path,
             self._arena.limit >> 20,
+            "" if self._settings.memory else " (half of what is free)",
+            self._arena.folder,
             found,
         )
         await self._stop.wait()

@@ -314,7 +314,7 @@ class Tier:
     def _fail(self, breaker: Breaker, reason: str, *, at_once: bool) -> None:
         was_closed = breaker.is_closed
         breaker.failure(reason, at_once=at_once)
-        if was_closed and not breaker.is_closed:
+        if was_closed and not breaker.is_closed and self._refusal is None:  # which `start` raises
             what = "reads" if breaker is self._readable else "writes"
             log.warning("%s: no %s for a while: %s", self.label, what, reason)
 
