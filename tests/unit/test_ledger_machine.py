@@ -1,18 +1,15 @@
 """Ledger and arena against a small model, in any order of events that hypothesis can think of.
 
 Four engines, two of which share a namespace, store and read a few prompts in a memory that is too small for
-them; ranks die and come back, the server crashes and adopts its racks. The model knows nothing of pins,
-states or leases: it remembers which rank may touch which place, and what bytes lie there.
+them; ranks die and come back, the server crashes and adopts its racks.
 """
 
 import itertools
 import os
 import shutil
 import tempfile
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -22,158 +19,34 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcellar.arena import Arena
 from kvcellar.arena.table import FREE, READY, StripeTable
 from kvcellar.errors import WrongOwner
-from kvcellar.identity import ChunkKey, Namespace, NamespaceId, ParallelStrategy
+from kvcellar.identity import ChunkKey, Namespace, NamespaceId
 from kvcellar.ledger import NO_LEASE, SCHEDULER, Granted, LeaseId, Ledger, Shelf, audit
 from kvcellar.sketch import OwnSketch
 from kvcellar.slab import NO_PLACE, Place, place_of
-from tests.support import full_group, keys, namespace, window_group
+from tests.support import keys
+from tests.unit.ledger_model import (
+    ENGINES,
+    HOLD_PAGES,
+    HYBRID,
+    MEMBERS,
+    MLA2,
+    NOBODY,
+    PARENT,
+    PROMPTS,
+    TP2,
+    Cell,
+    Member,
+    Model,
+    Share,
+    Spot,
+    Use,
+    findable,
+    needed,
+)
 
-TP2 = namespace(parallel=ParallelStrategy(tp=2))
-MLA2 = namespace(parallel=ParallelStrategy(tp=2, mla=True))
-HYBRID = namespace(groups=(full_group(), window_group(1)))
-ENGINES = {"a": TP2, "b": TP2, "mla": MLA2, "hybrid": HYBRID}
 RACKS = {TP2.id: 2, MLA2.id: 1, HYBRID.id: 1}  # per group: 2 + 4, 4 and 4 slots
-WINDOWS: dict[NamespaceId, list[int | None]] = {TP2.id: [None], MLA2.id: [None], HYBRID.id: [None, 1]}
-PAGES = {TP2.id: 2, MLA2.id: 1, HYBRID.id: 1}  # per stripe
-MEMORY, HOLD_PAGES = 1 << 20, 10
+MEMORY = 1 << 20
 SKETCH = OwnSketch()  # of all servers: it may claim too much, and never too little
-
-TRUNK = keys(2, "trunk")
-PROMPTS = [TRUNK + keys(3, "left"), TRUNK + keys(3, "right"), keys(4, "alone")]
-NOBODY = ChunkKey(b"")
-PARENT = {child: parent for prompt in PROMPTS for parent, child in itertools.pairwise(prompt)}
-
-
-class Member(NamedTuple):
-    engine: str
-    rank: int
-
-
-class Cell(NamedTuple):
-    """One chunk in one group of a namespace."""
-
-    namespace: NamespaceId
-    group: int
-    key: ChunkKey
-
-
-class Spot(NamedTuple):
-    """One place in one group of a namespace."""
-
-    namespace: NamespaceId
-    group: int
-    place: int
-
-
-class Share(NamedTuple):
-    """A rank may touch this spot, under a lease, for a chunk of it."""
-
-    rank: int
-    chunk: int
-    spot: Spot
-
-
-class Use(NamedTuple):  # one lease
-    engine: str
-    writing: bool
-    asked: list[ChunkKey]
-    shares: set[Share]
-    spoiled: set[Spot]
-
-
-MEMBERS = [Member(name, rank) for name, ns in ENGINES.items() for rank in (SCHEDULER, *range(ns.parallel.tp))]
-
-
-class Model:
-    def __init__(self) -> None:
-        self.members: set[Member] = set()
-        self.uses: dict[LeaseId, Use] = {}
-        self.ended: list[tuple[str, LeaseId]] = []
-        self.visible: dict[Cell, Spot] = {}
-        self.claimed: dict[Cell, Spot] = {}  # being written, and not cleared meanwhile
-        self.temporary: set[Cell] = set()
-        self.bytes: dict[Spot, dict[int, ChunkKey]] = {}  # by shard; none while being written
-        # Of earlier servers: who has not come back, what they may still touch, what was not free then.
-        self.awaited: set[Member] = set()
-        self.old: defaultdict[Member, set[Spot]] = defaultdict(set)
-        self.guarded: set[Spot] = set()
-
-    def in_use(self) -> set[Spot]:
-        return {share.spot for use in self.uses.values() for share in use.shares}
-
-    def taken(self) -> set[Spot]:
-        return self.in_use() | self.guarded | set(self.visible.values())
-
-    def fits(self, engine: str) -> int:
-        """Pages that the engine may still hold."""
-        mine = [(lease, use) for lease, use in self.uses.items() if use.engine == engine]
-        held = {(lease, share.chunk, share.spot) for lease, use in mine for share in use.shares}
-        return HOLD_PAGES - len(held) * PAGES[ENGINES[engine].id]
-
-    def hit(self, engine: str, asked: Sequence[ChunkKey]) -> int:
-        ns, fits = ENGINES[engine], self.fits(engine)
-        for end in range(len(asked), 0, -1):
-            cells = list(needed(ns, asked[:end]))
-            if len(cells) * PAGES[ns.id] <= fits and self.visible.keys() >= set(cells):
-                return end
-        return 0
-
-    def settle(self, lease: LeaseId, shares: Iterable[Share], *, abort: bool) -> None:
-        """These shares are given back; what nobody holds any more is published, spoiled or let go."""
-        use = self.uses[lease]
-        shares, ns = set(shares), ENGINES[use.engine]
-        for rank, chunk, spot in shares if use.writing and not abort else ():
-            self.bytes[spot][ns.parallel.kv_worker_id(rank)] = use.asked[chunk]
-        use.shares.difference_update(shares)
-        if abort:
-            use.spoiled.update(share.spot for share in shares)
-        for cell, spot in {(Cell(*s.spot[:2], use.asked[s.chunk]), s.spot) for s in shares}:
-            if spot not in {share.spot for share in use.shares}:
-                self._let_go(cell, spot, use)
-        if not use.shares:
-            del self.uses[lease]
-            self.ended.append((use.engine, lease))
-
-    def _let_go(self, cell: Cell, spot: Spot, use: Use) -> None:
-        if not use.writing:
-            if cell in self.temporary and self.visible.get(cell) == spot and spot not in self.in_use():
-                self.forget(cell)
-        elif self.claimed.get(cell) == spot:
-            del self.claimed[cell]
-            if spot in use.spoiled:
-                self.forget(cell)
-            else:
-                self.visible[cell] = spot
-
-    def forget(self, cell: Cell) -> None:
-        self.visible.pop(cell, None)
-        self.claimed.pop(cell, None)
-        self.temporary.discard(cell)
-
-    def drop(self, gone: set[Member]) -> None:
-        for lease, use in list(self.uses.items()):
-            shares = {share for share in use.shares if Member(use.engine, share.rank) in gone}
-            if shares:
-                self.settle(lease, shares, abort=True)
-
-    def crash(self) -> None:
-        self.guarded = self.taken()
-        for use in self.uses.values():
-            for share in use.shares:
-                self.old[Member(use.engine, share.rank)].add(share.spot)
-        self.ended += [(use.engine, lease) for lease, use in self.uses.items()]
-        self.awaited |= self.members
-        for kept in (self.members, self.uses, self.temporary):
-            kept.clear()
-        for cell in list(self.claimed):
-            self.forget(cell)
-
-
-def needed(ns: Namespace, hit: Sequence[ChunkKey]) -> Iterator[Cell]:
-    for group, window in enumerate(WINDOWS[ns.id]):
-        for key in hit if window is None else hit[-window:]:
-            yield Cell(ns.id, group, key)
-
 
 picks = st.integers(0, 1 << 16)
 prompts = st.sampled_from(range(len(PROMPTS)))
@@ -264,14 +137,16 @@ class LedgerMachine(RuleBasedStateMachine):
         self, engine: str, asked: list[ChunkKey], parent: ChunkKey | None, temporary: bool
     ) -> LeaseId | None:
         ns = ENGINES[engine]
+        lost = parent is not None and not self.model.here() >= set(findable(ns, parent))
         granted = self.ledger.reserve(self.ledger.sessions[engine], ns.id, asked, parent, temporary=temporary)
+        assert (granted.reason == "orphan") == lost
         self._note_evictions(ns)
         busy = self.model.taken().union(*self.model.old.values())
         for (group, row), (chunk, key) in itertools.product(
             enumerate(granted.places), enumerate(asked[: granted.chunks])
         ):
             cell, spot = Cell(ns.id, group, key), Spot(ns.id, group, row[chunk])
-            here = cell in self.model.visible or cell in self.model.claimed
+            here = cell in self.model.here()
             assert here == (spot.place == NO_PLACE), "written twice, or by nobody"
             if not here:
                 assert spot not in busy, "granted for writing while somebody may touch it"
@@ -294,7 +169,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert spot not in self.model.in_use() | self.model.guarded
                 lost.add(cell)
         assert not lost or not self.model.awaited
-        here = {*self.model.visible, *self.model.claimed} - lost
+        here = self.model.here() - lost
         assert not {cell._replace(key=PARENT.get(cell.key, NOBODY)) for cell in here} & lost
         for cell in lost:
             self.model.forget(cell)
@@ -370,7 +245,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(chosen=st.sampled_from([None, *RACKS]))
     def clear(self, chosen: NamespaceId | None) -> None:
         self.ledger.clear(chosen)
-        for cell in {*self.model.visible, *self.model.claimed}:
+        for cell in self.model.here():
             if chosen in (None, cell.namespace):
                 self.model.forget(cell)
 
@@ -464,7 +339,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def ledger_finds_exactly_what_is_visible(self) -> None:
-        for cell in {*self.model.visible, *self.model.claimed}:
+        for cell in self.model.here():
             stripe = self.shelf(cell).get(cell.key)
             assert stripe is not None
             assert stripe.ready == (cell in self.model.visible)

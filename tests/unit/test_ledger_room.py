@@ -101,6 +101,45 @@ def test_reserve_never_evicts_the_prefix_that_it_continues(small):
     assert small.hit([A, B, C]) == 3
 
 
+def test_what_follows_an_evicted_chunk_gets_no_place(small):
+    small.store([A, B])
+    small.store(keys(4, "more"))
+    assert there(small, A, B) == [False, False]
+    assert small.reserve([C, D], B) == (NO_LEASE, 0, [[]], "orphan")
+    assert small.room.shelves[0].left_by == {"evicted": 2}, "nothing went for what nobody could find"
+    assert small.store([A, B, C]).chunks == 3
+
+
+def test_what_follows_a_chunk_in_writing_gets_its_place(small):
+    write = small.reserve([A, B])
+    assert small.reserve([C], B).chunks == 1
+    small.abort(write)
+    assert small.reserve([D], B).reason == "orphan"
+
+
+def test_what_follows_a_condemned_chunk_gets_no_place(small):
+    small.store([A, B])
+    read = small.lookup([A, B])
+    small.ledger.condemn(small.session, 0, read.lease, 0, 1)
+    assert small.reserve([C], B).reason == "orphan"
+    small.release(read)
+
+
+def test_where_there_are_tiers_they_may_have_what_was_evicted(small):
+    small.ledger.published = lambda room, group, stripes: None
+    small.store([A])
+    small.store(keys(4, "more"))
+    assert small.reserve([B], A).chunks == 1
+
+
+def test_a_chunk_that_only_windows_lack_is_not_lost(ledger):
+    engine = Engine(ledger, HYBRID)
+    engine.store([A], groups=[0])
+    assert engine.reserve([B], A).chunks == 1
+    engine.store([X], groups=[1])
+    assert engine.reserve([Y], X).reason == "orphan"
+
+
 def test_reserve_never_evicts_the_present_part_of_its_own_keys(small):
     small.store([A, B, C, D])
     granted = small.reserve([A, B, C, D, X])

@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.answers import CHUNK_TOKENS, AlsoOrphans, make_traffic
+from bench.answers import replay as replay_answers
 from kvcellar.cli import main as cli
 from kvcellar.errors import BadRequest
+from kvcellar.ledger import Ledger
 from kvcellar.ledger.policy import POLICIES, DefaultPolicy, LeastRecentlyUsed
 from kvcellar.simulate import BLOCK_TOKENS, FILTERS, KINDS, encode, make_requests, make_trace, read_trace
 from kvcellar.simulate.replay import Cellar, ceiling, replay
-from kvcellar.simulate.trace import EXAMPLE, Request
+from kvcellar.simulate.trace import EXAMPLE, Prompt, Request, Trace
 from kvcellar.tiers.admission import WriteEverything, WriteReused
 
 BLOCK = 512 * 131072
@@ -276,3 +279,20 @@ def test_bad_traces_are_refused_in_a_line(kvcellar, tmp_path):
     code, _, errors = kvcellar("trace", "poems")
     assert code == 2
     assert "'poems' is none of chat, rag, agents, scan, few" in errors
+
+
+# -- answers, as bench/answers.py replays them
+
+
+def test_an_answer_is_found_by_the_prompt_that_goes_on_from_it():
+    traffic = make_traffic("chat", 1)
+    prompts = Trace(
+        "chat", CHUNK_TOKENS, [Prompt(asked.tokens, asked.keys[: asked.chunks]) for asked in traffic]
+    )
+    assert replay_answers(traffic, Ledger(1, 1 << 60), 150_000).found > 100 * ceiling(prompts) + 5
+
+
+def test_where_memory_is_short_some_answers_are_not_stored_to_their_end():
+    traffic = make_traffic("answers", 1)[:800]
+    all_of_them = replay_answers(traffic, AlsoOrphans(1, 1 << 60), 600)
+    assert replay_answers(traffic, Ledger(1, 1 << 60), 600).stored < all_of_them.stored

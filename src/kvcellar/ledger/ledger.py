@@ -193,7 +193,8 @@ class Ledger:
         """Places for the longest prefix of `keys` for which there is room.
 
         `parent` is the key of the chunk before the first. What is here already, or being written by somebody,
-        gets no place.
+        gets no place. Nor does what nobody could find: a prompt's beginning may have been evicted while the
+        engine computes the rest, or an answer's while it grows.
         """
         room = self.rooms.get(namespace_id)
         if room is None or namespace_id not in session.namespaces:
@@ -201,6 +202,8 @@ class Ledger:
         chosen = tuple(range(len(room.shelves))) if groups is None else tuple(groups)
         if len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(len(room.shelves))):
             raise BadRequest(f"groups {chosen} of {len(room.shelves)}")
+        if parent is not None and self._is_lost(room, parent):
+            return Granted(NO_LEASE, 0, [[] for _ in chosen], "orphan")
         shelves = [room.shelves[group] for group in chosen]
         rows: list[list[Stripe | None]] = [[] for _ in shelves]
         reason = ""
@@ -218,6 +221,10 @@ class Ledger:
         session.counts.update(reserved=taken)
         lease_id = self._open(session, room, chosen, chunks, rows, writing=True) if taken else NO_LEASE
         return Granted(lease_id, chunks, _places(rows), reason)
+
+    def _is_lost(self, room: Room, key: ChunkKey) -> bool:
+        """Whether no hit can get past this chunk. Where there are tiers, one of them may have it."""
+        return self.published is None and room.lacks(key)
 
     def _take(
         self, session: Session, shelves: list[Shelf], key: ChunkKey, parent: ChunkKey | None, temporary: bool

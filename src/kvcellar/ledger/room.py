@@ -1,6 +1,6 @@
 """Room: one namespace and its shelves, one per group."""
 
-from kvcellar.identity import Namespace, stripe_bytes, window_chunks
+from kvcellar.identity import ChunkKey, Namespace, stripe_bytes, window_chunks
 from kvcellar.ledger.shelf import Shelf
 from kvcellar.sketch import OwnSketch
 
@@ -27,6 +27,11 @@ class Room:
                 break
             chunks, left, each = chunks + grows, left - grows * each, each - stripe
         return min(most, chunks + left // each) if each else most
+
+    def lacks(self, key: ChunkKey) -> bool:
+        """Whether a group that needs every chunk of a hit has lost this one, and nobody is writing it."""
+        rows = zip(self.shelves, self.windows, strict=True)
+        return any(window is None and shelf.get(key) is None for shelf, window in rows)
 
     @property
     def pinned(self) -> bool:

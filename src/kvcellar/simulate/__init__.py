@@ -5,7 +5,7 @@ from kvcellar.simulate.compare import Question, compare
 from kvcellar.simulate.plot import draw
 from kvcellar.simulate.table import simulate_table
 from kvcellar.simulate.trace import Trace, encode, make_trace, read_trace
-from kvcellar.simulate.workloads import BLOCK_TOKENS, KINDS, make_requests
+from kvcellar.simulate.workloads import BLOCK_TOKENS, KINDS, make_requests, make_talks
 from kvcellar.tiers.admission import FILTERS
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "draw",
     "encode",
     "make_requests",
+    "make_talks",
     "make_trace",
     "read_trace",
     "simulate_table",

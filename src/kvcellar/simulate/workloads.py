@@ -21,8 +21,9 @@ _HOUR = 3600 * _SECOND
 class _Writer:
     """Gives every block of text an id of its own."""
 
-    def __init__(self, rng: Random) -> None:
+    def __init__(self, rng: Random, block_tokens: int) -> None:
         self.rng = rng
+        self.block_tokens = block_tokens
         self._ids = itertools.count()
 
     def text(self, tokens: int, after: "_Text | None" = None) -> "_Text":
@@ -46,7 +47,7 @@ class _Text:
 
     def grow(self, tokens: int) -> "_Text":
         self.tokens += tokens
-        while len(self.ids) < self.tokens // BLOCK_TOKENS:
+        while len(self.ids) < self.tokens // self._writer.block_tokens:
             self.ids.append(self._writer.new_id())
         return self
 
@@ -54,7 +55,7 @@ class _Text:
         return Request(round(time), self.tokens, list(self.ids), output)
 
 
-_Talk = Iterator[Request]  # requests of one user, in order of time
+_Talk = Iterator[Request]  # requests of one user, in order of time; made up as they are asked for
 
 
 def _arrivals(rng: Random, each: float) -> Iterator[float]:
@@ -132,16 +133,33 @@ def _few(writer: _Writer) -> Iterator[_Talk]:
         yield iter([writer.text(writer.about(1000)).request(start, writer.about(300))])
 
 
+def _answers(writer: _Writer) -> Iterator[_Talk]:
+    """Questions about four documents all the time, beside short ones that never come back, and whose answers
+    are long.
+    """
+    documents = [writer.text(20_000) for _ in range(4)]
+    for start in _arrivals(writer.rng, 8 * _SECOND):
+        text = writer.text(writer.about(200), writer.rng.choice(documents))
+        yield iter([text.request(start, writer.about(150))])
+    for start in _arrivals(writer.rng, 1.5 * _SECOND):
+        yield iter([writer.text(writer.about(400)).request(start, writer.about(800))])
+
+
 KINDS: dict[str, Callable[[_Writer], Iterator[_Talk]]] = {
     "chat": _chat,
     "rag": _rag,
     "agents": _agents,
     "scan": _scan,
     "few": _few,
+    "answers": _answers,
 }
 
 
+def make_talks(kind: str, seed: int, block_tokens: int = BLOCK_TOKENS) -> list[_Talk]:
+    """One for each user. What a request was answered is in the user's next prompt, right behind its own."""
+    return list(KINDS[kind](_Writer(Random(f"{kind} {seed}"), block_tokens)))
+
+
 def make_requests(kind: str, seed: int) -> list[Request]:
-    talks = list(KINDS[kind](_Writer(Random(f"{kind} {seed}"))))
-    merged = heapq.merge(*talks, key=lambda request: request.timestamp)
+    merged = heapq.merge(*make_talks(kind, seed), key=lambda request: request.timestamp)
     return [request for request in merged if request.timestamp < _HOUR]

@@ -209,7 +209,7 @@ class Granted(Message, frozen=True):
     lease: LeaseField
     chunks: ChunkField
     places: tuple[bytes, ...]
-    reason: Text = ""  # why it is not more: unknown_namespace, hold_limit, no_room
+    reason: Text = ""  # why it is not more: unknown_namespace, hold_limit, no_room, orphan
     ticket: TicketField = 0
     lead_us: OutlookField = 0
     chunk_us: OutlookField = 0
