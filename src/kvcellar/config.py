@@ -94,6 +94,11 @@ def _path(text: str) -> Path:
         raise ValueError("a path; that user has no home") from None
 
 
+def own_folder() -> Path:
+    """Of the sockets of this user's servers, unless somebody names another."""
+    return Path(f"/tmp/kvcellar-{os.geteuid()}")
+
+
 class _Setting(NamedTuple):
     parse: Callable[[str], Any]
     help: str
@@ -143,7 +148,7 @@ class Settings:
 
     @property
     def socket_path(self) -> Path:
-        return self.socket or Path(f"/tmp/kvcellar-{os.geteuid()}") / f"{self.name}.sock"
+        return self.socket or own_folder() / f"{self.name}.sock"
 
     @property
     def tier_urls(self) -> tuple[str, ...]:

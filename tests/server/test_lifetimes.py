@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 import shutil
 import signal
 import socket
@@ -436,8 +437,12 @@ def test_a_server_that_is_the_first_of_its_pid_namespace_knows_engines_of_anothe
     wrapper = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if subprocess.run([*wrapper, "true"], capture_output=True, check=False).returncode:
         pytest.skip("cannot make a pid namespace")
-    if not peer._inodes_are_unique():
-        pytest.skip("this kernel has no pidfs")
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        if not peer._is_of_pidfs(pidfd):
+            pytest.skip("this kernel has no pidfs")
+    finally:
+        os.close(pidfd)
     stopped_server.wrapper = wrapper
     stopped_server.start()
     try:

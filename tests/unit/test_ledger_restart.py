@@ -141,9 +141,9 @@ def test_adopted_prefix_is_evicted_from_its_end_whatever_the_order_of_its_slots(
     shelf.set_guarded(False)
     child = shelf.get(B)
     assert child is not None
-    child.pins += 1
+    shelf.pin([child])
     assert shelf.take(X, None, temporary=False) is None  # A must wait for B
-    child.pins -= 1
+    shelf.let_go(child)
     assert shelf.take(X, None, temporary=False) is not None
     assert (shelf.get(A) is not None, shelf.get(B)) == (True, None)
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from kvcellar.arena.rack import Rack, RackSpec
 from kvcellar.arena.table import Scan, StripeTable, TableId
 from kvcellar.errors import BadRequest, Corrupt, StartupError
+from kvcellar.folders import check_parent
 from kvcellar.identity import Namespace, NamespaceId, decode_namespace, slot_bytes
 from kvcellar.slab import MAX_RACKS, MAX_SLOTS_PER_RACK
 
@@ -77,12 +78,15 @@ class Arena:
         `cancel`.
         """
         sizes = slot_bytes(namespace, group)
+        if self.used + sum(sizes) > self.limit:
+            return None  # as always, once memory is full: every reserve asks
         mine = [
             key
             for key in (*self.racks, *self._planned)
             if (key.namespace, key.group) == (namespace.id, group)
         ]
-        number = next(n for n in range(MAX_RACKS + 1) if n not in {key.number for key in mine})
+        numbers = {key.number for key in mine}
+        number = next(n for n in range(MAX_RACKS + 1) if n not in numbers)
         slots = self._slots(sum(sizes), max(sizes), len(mine))
         if slots == 0 or number == MAX_RACKS:
             return None
@@ -237,7 +241,9 @@ def _remove_strays(folder: Path) -> None:
 def _lock_folder(folder: Path) -> int:
     """Make the folder ours, and alone ours."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        check_parent(folder.parent, "choose another --folder")
+        folder.mkdir(mode=0o700, exist_ok=True)
         if any(folder.iterdir()) and not (folder / _LOCK).exists():
             raise StartupError(
                 f"{folder} holds files and none of KVCellar's; nothing was touched: "
@@ -253,12 +259,16 @@ def _lock_folder(folder: Path) -> int:
         raise StartupError(f"cannot use {folder}: {error.strerror}; choose another with --folder") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_gone = os.fstat(fd).st_nlink == 0
     except OSError:
         owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
         os.close(fd)
         raise StartupError(
             f"another server (pid {owner}) is using {folder}; stop it, or choose another --name or --folder"
         ) from None
+    if is_gone:  # removed with all that was here, between our opening and locking it
+        os.close(fd)
+        return _lock_folder(folder)
     try:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)

@@ -5,6 +5,7 @@ hand-over. Any trouble raises Unavailable, a refusal raises what the server said
 of no more use. Knows nothing of leases.
 """
 
+import contextlib
 import itertools
 import math
 import select
@@ -12,6 +13,7 @@ import socket
 import time
 from pathlib import Path
 
+from kvcellar.client.dial import dial
 from kvcellar.errors import BadRequest, CellarError, DeadlineExceeded, Disconnected, from_code
 from kvcellar.sketch import Sketch
 from kvcellar.wire import CONTROL, FrameReader, client_reader, encode
@@ -39,14 +41,15 @@ class Link:
     def open(cls, path: Path, hello: m.Hello, timeout: float) -> "Link":
         deadline = time.monotonic() + timeout
         try:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        except OSError as error:  # no descriptors left
-            raise Disconnected(f"no way to {path}: {error.strerror}") from None
+            sock = dial(path, timeout)
+        except OSError as error:
+            raise Disconnected(f"no server on {path}: {error.strerror or error}") from None
+        except Disconnected as error:
+            raise Disconnected(f"{path} is not to be trusted: {error}") from None
         link = cls(sock)
         try:
-            sock.settimeout(timeout)
-            sock.connect(str(path))
-            sock.sendall(CONTROL + encode(hello))
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused already: it says why
+                sock.sendall(CONTROL + encode(hello))
             # From here on poll() does the waiting: settimeout() would cost a system call at every change.
             sock.setblocking(False)
             link._poll.register(sock, select.POLLIN)

@@ -1,7 +1,6 @@
 """The slabs that a worker has mapped, and how it gets them, and a scheduler the sketch."""
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from kvcellar.client.dial import dial
 from kvcellar.errors import Disconnected, Unavailable, from_code
 from kvcellar.identity import NamespaceId
 from kvcellar.sketch import Sketch
@@ -114,9 +114,7 @@ def _fetched(path: Path, question: m.Message, wanted: type[_Answer]) -> Iterator
     """The descriptor is closed at the end; what was mapped of it by then stays."""
     fd: int | None = None
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
-            sock.settimeout(_FETCH_S)
-            sock.connect(str(path))
+        with dial(path, _FETCH_S) as sock:
             sock.sendall(DESCRIPTOR + encode(question))
             data, fd = receive_with_fd(sock, _ANSWER_BYTES)
         answer = _decoder.decode(data[PREFIX:])

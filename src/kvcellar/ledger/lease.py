@@ -47,7 +47,8 @@ class Lease:
         self.writing = writing
         held = (1 << len(stripes)) - 1
         if (writing or room.has_windows) and None in stripes:  # else nothing leaves a gap
-            held = sum(1 << bit for bit, stripe in enumerate(stripes) if stripe is not None)
+            # By way of text: one bit at a time takes the square of their number.
+            held = int("".join("0" if stripe is None else "1" for stripe in reversed(stripes)), 2)
         self.left = dict.fromkeys(ranks, held)
         self.aborted = 0
 
@@ -107,7 +108,4 @@ class Lease:
 
 
 def bits(mask: int) -> Iterator[int]:
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
+    return (bit for bit, digit in enumerate(f"{mask:b}"[::-1]) if digit == "1")

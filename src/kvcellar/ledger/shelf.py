@@ -56,6 +56,7 @@ class Shelf:
         self._free: list[Place] = []
         self._limbo: list[Place] = []
         self._hidden = 0
+        self._stuck = False  # nothing may go, and nothing has changed since that was found
         self._guarded = False  # engines of an earlier server may be about: evict nothing, reuse nothing
         self._policy = policy or DefaultPolicy()
         self._sketch = sketch
@@ -101,15 +102,18 @@ class Shelf:
         # Now, not when pinned: a lookup waits for that, and pins protect till now.
         self._policy.touch(stripes)
         for stripe in stripes:
-            stripe.pins -= 1
-            if stripe.temporary and not stripe.pins:
-                self.remove(stripe, "temporary")
+            self._unpin(stripe)
 
     def let_go(self, stripe: Stripe) -> None:
         """The server's own reader is done: that is no use of the stripe, so no reason to keep it."""
+        self._unpin(stripe)
+
+    def _unpin(self, stripe: Stripe) -> None:
         stripe.pins -= 1
-        if stripe.temporary and not stripe.pins:
-            self.remove(stripe, "temporary")
+        if not stripe.pins:
+            self._stuck = False
+            if stripe.temporary:
+                self.remove(stripe, "temporary")
 
     # -- writing ----------------------------------------------------------------------------------------
 
@@ -136,6 +140,7 @@ class Shelf:
                 continue
             self.tables[rack_of(stripe.place)].publish(slot_of(stripe.place))
             stripe.ready = True
+            self._stuck = False
             self._policy.admit(stripe)
             published += 1
         return published
@@ -197,6 +202,7 @@ class Shelf:
             stripe = Stripe(key, place_of(number, slot), parent, ready=True)
             self._add_key(stripe)
             self._add_child(parent)
+            self._stuck = False
             self._policy.admit(stripe)
         self._limbo.extend(place_of(number, slot) for slot in unusable)
         used = kept | set(unusable)
@@ -247,10 +253,11 @@ class Shelf:
     # -- inside -----------------------------------------------------------------------------------------
 
     def _evict_one(self) -> bool:
-        if self._guarded or self.pinned:
+        if self._guarded or self.pinned or self._stuck:
             return False
         victim = self._policy.evict(self._may_go)
         if victim is None:
+            self._stuck = True  # or every reserve would look at every stripe, while all are being read
             return False
         self._drop_key(victim)
         self.left_by["evicted"] += 1
@@ -299,6 +306,8 @@ class Shelf:
             self._children[parent] -= 1
             if not self._children[parent]:
                 del self._children[parent]
+                stripe = self._index.get(parent)
+                self._stuck = self._stuck and (stripe is None or not stripe.ready or bool(stripe.pins))
 
     def _release_place(self, stripe: Stripe) -> None:
         table, slot = self.tables[rack_of(stripe.place)], slot_of(stripe.place)

@@ -30,10 +30,11 @@ _GROWTH_WAIT_S = 1.0
 
 
 class Caller:
-    """Who asks: an attached member, or an administrator."""
+    """Who asks: an attached member, or an administrator; and whether the server is his."""
 
-    def __init__(self, role: str, member: Member | None) -> None:
+    def __init__(self, role: str, member: Member | None, *, owns: bool = False) -> None:
         self.role = role
+        self._owns = owns
         self._member = member
 
     @property
@@ -54,6 +55,12 @@ class Caller:
         if self.role != "admin":
             raise Forbidden("only an admin connection can do that")
 
+    def require_owner(self) -> None:
+        """For what others would feel: --allow-uids lets engines in, and those who look."""
+        self.require_admin()
+        if not self._owns:
+            raise Forbidden("only the server's own user and root can do that")
+
 
 class Operations:
     def __init__(
@@ -65,6 +72,7 @@ class Operations:
         self._members = members
         self._steward = steward
         self._report = report
+        self._reserving: dict[Member, asyncio.Task[m.Message]] = {}  # the last that waits, of each
         self._handlers: dict[type[m.Message], Callable[[Caller, Any], m.Message | Awaitable[m.Message]]] = {
             m.Ping: lambda _caller, _op: m.Pong(),
             m.Register: self._register,
@@ -129,9 +137,18 @@ class Operations:
     def _reserve(self, caller: Caller, op: m.Reserve, patience: float) -> m.Message | Awaitable[m.Message]:
         self._refuse_when_draining()
         member, keys = caller.member, m.split_keys(op.keys)
-        if self._growth(op, len(keys)):
-            return self._reserve_later(member, op, keys, min(patience, _GROWTH_WAIT_S))
-        return self._reserve_now(member, op, keys)
+        # In the order in which it asks: what overtakes the reserve of its own parent is an orphan.
+        earlier = self._reserving.get(member)
+        if earlier is None and not self._growth(op, len(keys)):
+            return self._reserve_now(member, op, keys)
+        later = self._reserve_later(member, op, keys, min(patience, _GROWTH_WAIT_S), earlier)
+        task = self._reserving[member] = asyncio.get_running_loop().create_task(later)
+        task.add_done_callback(lambda done: self._reserved(member, done))
+        return task
+
+    def _reserved(self, member: Member, task: "asyncio.Task[m.Message]") -> None:
+        if self._reserving.get(member) is task:
+            del self._reserving[member]
 
     def _reserve_now(self, member: Member, op: m.Reserve, keys: list[ChunkKey]) -> m.Message:
         parent = ChunkKey(op.parent) if op.parent is not None else None
@@ -139,9 +156,16 @@ class Operations:
         return self._granted(grant)
 
     async def _reserve_later(
-        self, member: Member, op: m.Reserve, keys: list[ChunkKey], patience: float
+        self,
+        member: Member,
+        op: m.Reserve,
+        keys: list[ChunkKey],
+        patience: float,
+        earlier: "asyncio.Task[m.Message] | None",
     ) -> m.Message:
         give_up = time.monotonic() + patience
+        if earlier is not None:
+            await asyncio.wait([earlier], timeout=patience)
         while (growth := self._growth(op, len(keys))) and (left := give_up - time.monotonic()) > 0:
             await asyncio.wait(growth, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if not self._members.is_reachable(member):
@@ -193,11 +217,11 @@ class Operations:
         return m.Report(msgspec.Raw(msgspec.msgpack.encode(self._report())))
 
     def _clear(self, caller: Caller, op: m.Clear) -> m.Message:
-        caller.require_admin()
+        caller.require_owner()
         return m.Settled(self._ledger.clear(NamespaceId(op.namespace) if op.namespace is not None else None))
 
     def _pin(self, caller: Caller, op: m.Pin) -> m.Message:
-        caller.require_admin()
+        caller.require_owner()
         self._ledger.set_pinned(NamespaceId(op.namespace), op.pinned)
         return m.Settled(0)
 

@@ -20,6 +20,7 @@ from kvcellar import __version__
 from kvcellar.arena import Arena, default_limit
 from kvcellar.config import Settings
 from kvcellar.errors import CellarError, Draining, Forbidden, StartupError
+from kvcellar.folders import check_parent
 from kvcellar.ledger import EPOCH_BITS, Ledger
 from kvcellar.server.connection import Connection
 from kvcellar.server.descriptors import Descriptors
@@ -179,9 +180,9 @@ class Server:
             async with asyncio.timeout(_OPENING_S):
                 sock.setblocking(False)
                 peer = Peer(sock)
+                self._check_uid(peer)  # at once: whoever may not attach takes no place from those who may
                 loop = asyncio.get_running_loop()
                 kind = await loop.sock_recv(sock, 1)
-                self._check_uid(peer)
                 if kind == DESCRIPTOR:
                     await self._descriptors.serve(sock, peer)
             # Not on the clock, and its own from now on: it may attach, and its pidfd be watched, before this
@@ -211,7 +212,7 @@ class Server:
         has_tiers = self._tiers is not None
         welcome = m.Welcome(m.PROTOCOL_VERSION, self._ledger.epoch, __version__, newest, has_tiers)
         if hello.role == "admin":
-            return Caller(hello.role, None), welcome
+            return Caller(hello.role, None, owns=connection.peer.uid in (0, os.geteuid())), welcome
         if self._operations.draining:
             raise Draining("the server is shutting down")
         connection.member = self._members.attach(hello, connection.peer, connection)
@@ -237,7 +238,7 @@ def _listen(path: Path, *, shared: bool) -> socket.socket:
     """
     try:
         path.parent.mkdir(mode=0o711 if shared else 0o700, parents=True, exist_ok=True)
-        _check_parent(path.parent)
+        check_parent(path.parent, "choose another --socket")
         if shared and not path.parent.stat().st_mode & stat.S_IXOTH:
             log.warning("--allow-uids: others cannot reach the socket; chmod o+x %s", path.parent)
         if path.exists() or path.is_symlink():
@@ -255,14 +256,6 @@ def _listen(path: Path, *, shared: bool) -> socket.socket:
         raise StartupError(
             f"cannot listen on {path}: {error.strerror or error}; choose another --socket"
         ) from None
-
-
-def _check_parent(folder: Path) -> None:
-    """Whoever can replace the socket can pose as the server."""
-    status = folder.stat()
-    open_to_others = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
-    if status.st_uid not in (0, os.geteuid()) or open_to_others:
-        raise StartupError(f"others can write to {folder}; choose another --socket")
 
 
 def _remove_leftover(path: Path) -> None:

@@ -87,13 +87,12 @@ class Steward:
         if self._ledger.rooms.get(room.namespace.id) is not room:
             return None  # forgotten meanwhile: nobody would know of its memory, or take it back
         shelf = room.shelves[group]
-        enough = shelf.free_slots >= max(stripes, shelf.slots // 4)
-        if self.draining or (enough and shelf.slots >= self._headroom(room)):
+        needed = shelf.free_slots < max(stripes, shelf.slots // 4)
+        if self.draining or (not needed and shelf.slots >= self._headroom(room)):
             return None
         key = (room.namespace.id, group)
         task = self._growing.get(key)
         if task is None and self._clock() >= self._retry_at:
-            needed = shelf.free_slots < max(stripes, shelf.slots // 4)
             task = self._start(room, group, may_take=needed)
             if task is not None:
                 self._growing[key] = task

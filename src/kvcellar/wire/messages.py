@@ -42,7 +42,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
 # -- opening -------------------------------------------------------------------------------------------------
 
 
-class Hello(Message, frozen=True):
+class Hello(Message, frozen=True, forbid_unknown_fields=False):
     """Who I am. `leases`: those a returning scheduler knows; the server drops the others.
 
     A worker's Hello also says "I hold nothing": whatever this rank held before is over.

@@ -41,9 +41,9 @@ class Peer:
     """The process that connected; owns a pidfd if the kernel gives one."""
 
     def __init__(self, sock: socket.socket) -> None:
-        pid, self.uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, self.uid = _credentials(sock)
         self.pidfd = _peer_pidfd(sock, pid)
-        inode = os.fstat(self.pidfd).st_ino if self.pidfd is not None and _inodes_are_unique() else 0
+        inode = os.fstat(self.pidfd).st_ino if self.pidfd is not None and _is_of_pidfs(self.pidfd) else 0
         self.process = Process(pid, start_of(pid), inode)
 
     def is_gone(self) -> bool:
@@ -54,6 +54,15 @@ class Peer:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
+
+
+def peer_uid(sock: socket.socket) -> int:
+    return _credentials(sock)[1]
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int]:
+    pid, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
 
 
 def is_readable(fd: int) -> bool:
@@ -91,20 +100,18 @@ def _peer_pidfd(sock: socket.socket, pid: int) -> int | None:
     return None
 
 
-def _inodes_are_unique() -> bool:
-    """Before pidfs (Linux 6.9) a pidfd had the inode that all files without a file system share. Not asked of
-    another process: where the server is the first of its pid namespace there is none.
+def _is_of_pidfs(pidfd: int) -> bool:
+    """So its inode is the process's own. Before Linux 6.9 it was the one that all files without a file system
+    share.
     """
-    opened: list[int] = []
     try:
-        opened.append(os.pidfd_open(os.getpid()))
-        opened.append(os.eventfd(0))
-        return os.fstat(opened[0]).st_dev != os.fstat(opened[1]).st_dev
+        other = os.eventfd(0)
     except OSError:
         return False
+    try:
+        return os.fstat(pidfd).st_dev != os.fstat(other).st_dev
     finally:
-        for fd in opened:
-            os.close(fd)
+        os.close(other)
 
 
 def receive_with_fd(sock: socket.socket, limit: int) -> tuple[bytes, int | None]:
