@@ -17,9 +17,11 @@ import msgspec
 import pytest
 
 from kvcellar.arena import Arena, Rack
+from kvcellar.client import Grant
+from kvcellar.client.grants import granted
 from kvcellar.client.slabs import fetch_slab
 from kvcellar.errors import UnknownNamespace, WrongOwner
-from kvcellar.identity import ParallelStrategy
+from kvcellar.identity import Group, Layer, ParallelStrategy
 from kvcellar.ledger import Ledger, Room, Shelf
 from kvcellar.server.members import Members
 from kvcellar.server.steward import Steward
@@ -48,6 +50,30 @@ def fill(engine, prompts=24):
     for seed in range(prompts):
         grant = engine.store(16, seed)
     return grant
+
+
+def test_a_reserve_that_waits_for_memory_is_not_overtaken_by_what_follows_its_chunks(stopped_server, raw):
+    """All of it in one write, so that no memory can have come in between; also two in one request."""
+    stopped_server.start(hold_percent="100")
+    wide = namespace(groups=(Group(16, (Layer("layer", 4096),)),))
+    client, wanted = raw(hello()), keys(102)
+
+    def reserve(first: int, stop: int) -> m.Reserve:
+        parent = wanted[first - 1] if first else None
+        return m.Reserve(wide.id, b"".join(wanted[first:stop]), parent)
+
+    client.say(
+        m.Request(1001, 10_000, (m.Register(wide),)),
+        m.Request(1002, 10_000, (reserve(0, 100), reserve(100, 101))),
+        m.Request(1003, 10_000, (reserve(101, 102),)),
+    )
+    grants: dict[int, list[Grant]] = {}
+    while len(grants) < 2:
+        message = client.hear()
+        if isinstance(message, m.Reply) and message.id > 1001:
+            grants[message.id] = [granted(result) for result in message.results]
+    found = [(grant.chunks, grant.reason) for reply in sorted(grants) for grant in grants[reply]]
+    assert found == [(100, ""), (1, ""), (1, "")]
 
 
 def test_memory_grows_to_the_limit_and_then_the_oldest_go(small, engine):

@@ -5,8 +5,10 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from kvcellar import __version__
-from kvcellar.wire import MAX_FRAME, encode
+from kvcellar.wire import MAX_FRAME, PREFIX, encode
 from kvcellar.wire import messages as m
 from tests.server.engine import NAMESPACES, eventually
 from tests.server.raw import hello
@@ -29,6 +31,13 @@ def test_another_version_is_refused_with_advice(server, raw):
     assert refused.code == "version_mismatch"
     assert "speaks protocol 4, not 99; install the same kvcellar" in refused.message
     assert client.hear() is None
+
+
+def test_a_later_versions_hello_is_refused_with_advice_though_it_says_more(server, raw):
+    client = raw()
+    body = msgspec.msgpack.encode(["Hello", 99, "scheduler", "s", 0, "", [], "something new"])
+    client.sock.sendall(len(body).to_bytes(PREFIX, "little") + body)
+    assert client.refusal() == "version_mismatch"
 
 
 def test_a_request_before_hello_is_refused(server, raw):

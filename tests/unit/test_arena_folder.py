@@ -1,6 +1,8 @@
 """The arena's folder: ours alone, one server at a time, and every refusal is a sentence that helps."""
 
+import fcntl
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -37,6 +39,21 @@ def test_second_server_on_the_folder_is_refused_with_the_pid_of_the_first(serve,
             attempt()
     kill(arena)
     serve()
+
+
+def test_a_lock_that_is_removed_before_we_have_it_is_made_again(serve, folder, monkeypatch):
+    """`kvcellar clear` was faster, by a moment."""
+    lock = fcntl.flock
+
+    def removed_first(fd: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        shutil.rmtree(folder)
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_first)
+    serve()
+    with pytest.raises(StartupError, match="another server"):
+        serve()
 
 
 def test_refused_start_leaves_no_descriptor_open(serve):

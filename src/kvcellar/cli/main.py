@@ -4,11 +4,12 @@ Imports are kept inside commands where they are heavy: `kvcellar serve` must be 
 """
 
 import asyncio
+import contextlib
 import logging
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -240,11 +241,17 @@ def main() -> None:
     try:
         app()
     except Disconnected as error:
-        hint = "is `kvcellar serve` running, and is that its --socket?"
-        print(f"kvcellar: {error}; {hint}", file=sys.stderr)
-        sys.exit(2)
+        _fail(f"{error}; is `kvcellar serve` running, and is that its --socket?")
     except CellarError as error:
-        print(f"kvcellar: {error}", file=sys.stderr)
-        sys.exit(2)
+        _fail(str(error))
+    except OSError as error:  # the output goes nowhere: a full disk
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
+        _fail(f"cannot go on: {error.strerror or error}")
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _fail(why: str) -> NoReturn:
+    print(f"kvcellar: {why}", file=sys.stderr)
+    sys.exit(2)
