@@ -18,6 +18,7 @@ from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvcellar.bench.machine import machine
@@ -97,10 +98,13 @@ def run_copy(
 
 def copy_table(result: dict[str, Any]) -> Table:
     table = Table(
+        box=SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
         title="Host copies with checksum, GB/s: {cpu}, {cores} cores".format(**result["machine"]),
-        caption="layers of {blocks_per_chunk} blocks, {block_order}".format(**result["geometry"]),
+        caption="objects of {blocks_per_chunk} blocks, in {block_order}".format(**result["geometry"]),
     )
-    for name in ("object", "fragment", "threads", "store", "load", "memcpy", "store/memcpy", "load/memcpy"):
+    for name in ("object", "fragment", "threads", "store", "load", "memcpy", "of memcpy", "of memcpy"):
         table.add_column(name, justify="right")
     for row in result["rows"]:
         table.add_row(

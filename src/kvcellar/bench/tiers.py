@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -259,7 +260,7 @@ def _resident() -> int:
 
 
 def tiers_table(result: dict[str, Any]) -> Table:
-    table = Table(title="tiers", title_justify="left")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title="tiers", title_justify="left")
     for name in ("what", "figure"):
         table.add_column(name, justify="left" if name == "what" else "right")
     for url, sizes in result["speed"].items():
