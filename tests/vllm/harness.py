@@ -10,7 +10,6 @@ import json
 import os
 import random
 import select
-import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from tests.vllm import births
 from tests.vllm.models import KINDS, VOCAB, model_folder
 
 ROOT = Path(__file__).parents[2]
@@ -150,31 +150,24 @@ class VllmEngine:
         self._job = make_job(kind, self._python, connector=connector, warm=warm, apart=apart, **options)
         self._about: dict[str, Any] | None = None
         self._unread = b""
-        self._process: subprocess.Popen[bytes]
+        self._process: births.Process
+        self._is_killed = False
 
     def __enter__(self) -> Self:
+        has_many = self._job["apart"] or any(name.endswith("parallel_size") for name in self._job["options"])
         with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(
-                [self._python, Path(__file__).with_name("engine.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                process_group=0,  # no session: Linux weighs processes of one against those of another alike
-            )
+            self._process = (births.start if has_many else births.bear)(self._python, log)
         self._send(self._job)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it is gone already
             self._process.stdin.close()
         if error is None:
-            self._wait(EXIT)
+            self._process.has_ended(EXIT)
         self.kill()
-        self._process.stdout.close()
 
     @property
     def pid(self) -> int:
@@ -220,21 +213,11 @@ class VllmEngine:
 
     def kill(self) -> None:
         """End the engine and its children now. Harmless when they ended before."""
-        if self._process.returncode is None:  # not reaped, so the group's number is still its own
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
-    def _wait(self, seconds: float) -> None:
-        """Until the engine ended, but leave it to `kill` to reap it: its children may live on."""
-        deadline = time.monotonic() + seconds
-        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while self._process.returncode is None and os.waitid(os.P_PID, self._process.pid, how) is None:
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.02)
+        if not self._is_killed:
+            self._is_killed = True
+            self._process.kill()
 
     def _send(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
@@ -242,7 +225,6 @@ class VllmEngine:
             raise self._failure("is gone") from None
 
     def _receive(self, seconds: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
         end = time.monotonic() + seconds
         while b"\n" not in self._unread:
             left = end - time.monotonic()
