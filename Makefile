@@ -32,7 +32,7 @@ fuzz: $(READY) ## Feed the server broken messages; ARGS="..." is passed on
 soak: $(READY) ## Two real vLLM engines for hundreds of requests; ARGS="..." is passed on
 	$(BIN)/python -m tests.vllm.soak $(ARGS)
 
-# The calls that make the published figures are in docs/gpu.md, "How these figures are made".
+# The calls that make the published figures are in docs/gpu.md, "Repeat it".
 gpu: ## On a GPU host that has vLLM: copies and real engines, checked; PYTHON=... picks vLLM's interpreter
 	PYTHONPATH=src:.:$$PYTHONPATH $(PYTHON) -m bench.gpu.check
 	PYTHONPATH=src:.:$$PYTHONPATH $(PYTHON) -m bench.gpu.copy
