@@ -34,16 +34,20 @@ def main() -> None:
     answers = take_stdout()
     model, folder = sys.argv[1], Path(sys.argv[2])
     set_environment(ranks=1)
-    said = _of_layers(_config(model)) | _of_engines(model) | _of_memory(_config(model), folder / "socket")
+    said = (
+        _of_layers(make_config(model))
+        | _of_engines(model)
+        | _of_memory(make_config(model), folder / "socket")
+    )
     said |= _of_steps(model, folder / "socket")
     (folder / "config.json").write_text(json.dumps(BERT))
-    bert = _config(str(folder), runner="pooling", load_format="dummy", max_model_len=128)
-    said["bert"] = _said(bert, [_full()])
+    bert = make_config(str(folder), runner="pooling", load_format="dummy", max_model_len=128)
+    said["bert"] = _said(bert, [full_attention()])
     answers.write(json.dumps(said) + "\n")
     answers.flush()
 
 
-def _config(model: str, **options: Any) -> Any:
+def make_config(model: str, **options: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - after the environment is set
 
     return EngineArgs(model=model, **DEFAULTS | options).create_engine_config()
@@ -58,26 +62,28 @@ def _of_layers(config: Any) -> dict[str, str]:
         if isinstance(kind, type) and issubclass(kind, kinds.KVCacheSpec):
             # Without what else it has: its kind is all that counts. One of many layers has these.
             layer: Any = object.__new__(kind)
-            object.__setattr__(layer, "kv_cache_specs", {"a": _full(), "b": object.__new__(kinds.MambaSpec)})
-            found[name] = _said(config, [_full(), layer])
-    found["sees later tokens"] = _said(config, [dataclasses.replace(_full(), non_causal=True)])
+            object.__setattr__(
+                layer, "kv_cache_specs", {"a": full_attention(), "b": object.__new__(kinds.MambaSpec)}
+            )
+            found[name] = _said(config, [full_attention(), layer])
+    found["sees later tokens"] = _said(config, [dataclasses.replace(full_attention(), non_causal=True)])
     return found
 
 
 def _of_engines(model: str) -> dict[str, str]:
     """Set afterwards: for most of these vLLM itself wants more GPUs than there are."""
-    found = {"supported": _said(_config(model), [_full()])}
+    found = {"supported": _said(make_config(model), [full_attention()])}
     for name, what, value in (
         ("parallel_config", "decode_context_parallel_size", 2),
         ("parallel_config", "prefill_context_parallel_size", 2),
         ("parallel_config", "distributed_executor_backend", "external_launcher"),
         ("cache_config", "calculate_kv_scales", True),
     ):
-        config = _config(model)
+        config = make_config(model)
         part = getattr(config, name)
         assert hasattr(part, what) != (what in _GONE), f"does vLLM have another name for {what} now?"
         object.__setattr__(part, what, value)
-        found[what] = _said(config, [_full()])
+        found[what] = _said(config, [full_attention()])
     return found
 
 
@@ -86,11 +92,11 @@ def _of_memory(config: Any, socket: Path) -> dict[str, str]:
     import torch  # noqa: PLC0415
 
     found, blocks = {}, torch.zeros(_BLOCKS, 2, 16, 1, 16)
-    padded = dataclasses.replace(_full(), page_size_padded=2 * _full().page_size_bytes)
+    padded = dataclasses.replace(full_attention(), page_size_padded=2 * full_attention().page_size_bytes)
     for name, layer, memory in (
-        ("whole pages", _full(), blocks),
+        ("whole pages", full_attention(), blocks),
         ("padded pages", padded, blocks),
-        ("two tensors", _full(), [blocks, blocks]),
+        ("two tensors", full_attention(), [blocks, blocks]),
     ):
         rank = _rank(config, layer, socket, name)
         rank.register_kv_caches({"layer 0": memory})
@@ -103,9 +109,9 @@ def _of_steps(model: str, socket: Path) -> dict[str, str]:
     """On CPUs vLLM does not schedule ahead, so this is set afterwards."""
     found = {}
     for name, ahead in (("one step at a time", False), ("steps ahead", True)):
-        config = _config(model)
+        config = make_config(model)
         object.__setattr__(config.scheduler_config, "async_scheduling", ahead)
-        rank = _rank(config, _full(), socket, name)
+        rank = _rank(config, full_attention(), socket, name)
         found[name] = "ahead" if rank._ahead else ""
         rank.close()
     return found
@@ -116,17 +122,17 @@ def _rank(config: Any, layer: Any, socket: Path, session: str) -> Any:
     from kvcellar.vllm.worker import WorkerSide  # noqa: PLC0415
 
     options = Options(socket, session, require=False, lookup_timeout=1.0, tenant="", staging_bytes=0)
-    return WorkerSide(config, _layers([layer]), options)
+    return WorkerSide(config, make_layers([layer]), options)
 
 
-def _full() -> Any:
+def full_attention() -> Any:
     import torch  # noqa: PLC0415
     from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415
 
     return FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
 
 
-def _layers(layers: list[Any]) -> Any:
+def make_layers(layers: list[Any]) -> Any:
     """A group for each."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec  # noqa: PLC0415
 
@@ -138,7 +144,7 @@ def _said(config: Any, layers: list[Any]) -> str:
     from kvcellar.vllm.identity import Unsupported, check_supported  # noqa: PLC0415
 
     try:
-        check_supported(config, _layers(layers))
+        check_supported(config, make_layers(layers))
     except Unsupported as error:
         return str(error)
     return ""

@@ -1,0 +1,106 @@
+"""Which namespaces vLLM's own settings of images and videos are in. A program for vLLM's own interpreter;
+test_images.py runs it.
+
+Its arguments are the folder of a model, and one to write to. Answers with a line of JSON: "fields", those of
+vLLM's settings; "same", those of them that change no namespace; "named", ids by case; and "odd", what is said
+of a setting that has no text of its own.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.engine import set_environment, take_stdout
+from tests.vllm.refusals import full_attention, make_config, make_layers
+
+SCALES = "mm_encoder_fp8_scale_path"
+
+
+def main() -> None:
+    answers = take_stdout()
+    model, folder = sys.argv[1], Path(sys.argv[2])
+    set_environment(ranks=1)
+    from vllm.config.multimodal import MultiModalConfig  # noqa: PLC0415 - after the environment is set
+
+    config = make_config(model)
+    names = [field.name for field in dataclasses.fields(MultiModalConfig)]
+    plain = _namespace(config, MultiModalConfig())
+    same = [name for name in names if name != SCALES and _changed(config, name, "other") == plain]
+    named = {"plain": plain, "newer": _namespace(config, _newer()), "text": _namespace(config, None)}
+    named |= {
+        "evs": _of(config, video_pruning_rate=0.5, video_pruning_method="evs"),
+        "vidcom2": _of(config, video_pruning_rate=0.5, video_pruning_method="vidcom2"),
+        "fp8": _of(config, mm_encoder_attn_dtype="fp8"),
+        "limits": _of(config, limit_per_prompt={"image": 1, "video": {"count": 2, "num_frames": 8}}),
+        "limits turned": _of(config, limit_per_prompt={"video": {"num_frames": 8, "count": 2}, "image": 1}),
+        # A set has an order of its own in every process.
+        "set": _of(config, mm_processor_kwargs={"sizes": set(map(str, range(20)))}),
+    } | _scales(config, folder)
+    odd = _of(config, mm_processor_kwargs={"hook": object()})
+    answers.write(json.dumps({"fields": names, "same": same, "named": named, "odd": odd}) + "\n")
+    answers.flush()
+
+
+def _scales(config: Any, folder: Path) -> dict[str, str]:
+    """By case: what is in the file counts, and not where it is."""
+    found = {}
+    for name, where, text in (
+        ("scales", "one", "{}"),
+        ("scales elsewhere", "two", "{}"),
+        ("other scales", "one", "{ }"),
+    ):
+        (folder / where).write_text(text)
+        found[name] = _of(config, mm_encoder_attn_dtype="fp8", **{SCALES: str(folder / where)})
+    found["gone"] = _changed(config, SCALES, str(folder / "nowhere"))
+    return found
+
+
+def _newer() -> Any:
+    """As of a vLLM that has a setting more."""
+    from vllm.config.multimodal import MultiModalConfig  # noqa: PLC0415
+    from vllm.config.utils import config as vllm_config  # noqa: PLC0415
+
+    @vllm_config
+    class Newer(MultiModalConfig):  # type: ignore[misc]
+        new_setting: bool = True
+
+    return Newer()
+
+
+def _of(config: Any, **settings: Any) -> str:
+    from vllm.config.multimodal import MultiModalConfig  # noqa: PLC0415
+
+    return _namespace(config, MultiModalConfig(**settings))
+
+
+def _changed(config: Any, name: str, value: Any) -> str:
+    """Set afterwards: for many of these vLLM itself wants another model, or a GPU."""
+    from vllm.config.multimodal import MultiModalConfig  # noqa: PLC0415
+
+    images = MultiModalConfig()
+    object.__setattr__(images, name, value)
+    return _namespace(config, images)
+
+
+def _namespace(config: Any, images: Any) -> str:
+    """Its id, or why there is none."""
+    from kvcellar.errors import BadRequest  # noqa: PLC0415 - imports numpy
+    from kvcellar.vllm.compat import derive_hash_seed  # noqa: PLC0415
+    from kvcellar.vllm.identity import block_bytes, make_namespace  # noqa: PLC0415
+    from kvcellar.vllm.metadata import TensorLayout  # noqa: PLC0415
+
+    object.__setattr__(config.model_config, "multimodal_config", images)
+    layers = make_layers([full_attention()])
+    assert derive_hash_seed(config)
+    try:
+        return make_namespace(config, layers, [TensorLayout(block_bytes(layers))], 0, "").id.hex()
+    except BadRequest as error:
+        return str(error)
+
+
+if __name__ == "__main__":
+    main()
