@@ -78,6 +78,7 @@ def _of_engines(model: str) -> dict[str, str]:
         ("parallel_config", "prefill_context_parallel_size", 2),
         ("parallel_config", "distributed_executor_backend", "external_launcher"),
         ("cache_config", "calculate_kv_scales", True),
+        ("aux_output_config", "enable_return_routed_experts", True),
     ):
         config = make_config(model)
         part = getattr(config, name)

@@ -17,6 +17,7 @@ REFUSED = {
     "prefill_context_parallel_size": "prefill context parallelism is not supported yet",
     "distributed_executor_backend": "external_launcher has a scheduler for each rank",
     "calculate_kv_scales": "calculate_kv_scales makes KV that depends on what the engine saw before",
+    "enable_return_routed_experts": "enable_return_routed_experts is about tokens that are computed here",
     "padded pages": "layer layer 0: blocks of 2048 bytes in larger pages",
     "two tensors": "layer layer 0: its state is not one tensor",
     "bert": "vLLM does not support prefix caching for this model, or its way of pooling",

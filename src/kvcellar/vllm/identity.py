@@ -148,6 +148,9 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
             raise Unsupported(f"{what} context parallelism is not supported yet")
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise Unsupported("calculate_kv_scales makes KV that depends on what the engine saw before")
+    beside = getattr(config, "aux_output_config", None)
+    if beside is not None and beside.enabled:  # of loaded ones it finds nothing, and the engine dies
+        raise Unsupported("enable_return_routed_experts is about tokens that are computed here")
     _read_weights(config)
 
 
