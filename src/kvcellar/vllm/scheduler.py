@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 
 NULL_BLOCK = 0
 _PROBE_S = 1.0
+# What stores under way may take when everything starts anew: that waits for an answer, and they take
+# milliseconds.
+_RESET_S = 1.0
 
 
 class SchedulerSide:
@@ -339,6 +342,10 @@ class SchedulerSide:
         """The weights changed in place: nothing stored so far is ours any more, but it stays for others."""
         self._generation = secrets.randbelow(1 << 31) + 1
         self.stores.drop_plans()
+        landed = landed_of(self._options.session)
+        if landed is not None:  # no step may come that tells of them, and vLLM resets when no block is held
+            for job_id, ranks in landed.take_stores(_RESET_S).items():
+                self.stores.answered(self._client, job_id, ranks)
         for tracked in self._requests.values():
             self._give_back(tracked)
             self._no_longer_expected(tracked)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections import Counter
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class WorkerSide:
         # vLLM handles a step only after the next one; where it does not tell, it is taken not to.
         self._ahead = getattr(config, "max_concurrent_batches", 1) > 1
         alone = config.parallel_config.world_size == 1
-        self._landed: Landed | None = open_landed(options.session) if alone else None
+        self._landed: Landed | None = open_landed(options.session, self.take_stores) if alone else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         try:
@@ -179,6 +180,10 @@ class WorkerSide:
         if self._landed is not None and (loads or self._landed):
             loads = failed | self._landed.put(loads - failed)
         return loads, failed
+
+    def take_stores(self, seconds: float) -> Counter[int]:
+        """Instead of what the next steps would report."""
+        return self._copier.take_stores(seconds) if self._copier is not None else Counter()
 
     def bad_blocks(self) -> set[int]:
         """Of the loads that were last reported."""
