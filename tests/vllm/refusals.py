@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.vllm.engine import DEFAULTS, set_environment, take_stdout
 
-_BLOCKS = 8
+BLOCKS, BLOCK = 64, 16  # and tokens of each
 _GONE = {"calculate_kv_scales"}  # vLLM 0.26 has it, 0.32 has not: a name that is not there refuses nobody
 # A model in which every token sees all others.
 BERT = {
@@ -92,7 +92,7 @@ def _of_memory(config: Any, socket: Path) -> dict[str, str]:
     """What a rank says of the memory that vLLM hands it."""
     import torch  # noqa: PLC0415
 
-    found, blocks = {}, torch.zeros(_BLOCKS, 2, 16, 1, 16)
+    found, blocks = {}, torch.zeros(BLOCKS, 2, BLOCK, 1, 16)
     padded = dataclasses.replace(full_attention(), page_size_padded=2 * full_attention().page_size_bytes)
     for name, layer, memory in (
         ("whole pages", full_attention(), blocks),
@@ -130,7 +130,7 @@ def full_attention() -> Any:
     import torch  # noqa: PLC0415
     from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415
 
-    return FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    return FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
 
 
 def make_layers(layers: list[Any]) -> Any:
@@ -138,7 +138,7 @@ def make_layers(layers: list[Any]) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec  # noqa: PLC0415
 
     groups = [KVCacheGroupSpec([f"layer {number}"], layer) for number, layer in enumerate(layers)]
-    return KVCacheConfig(num_blocks=_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 def _said(config: Any, layers: list[Any]) -> str:
