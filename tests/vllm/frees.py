@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from tests.vllm.engine import set_environment, take_stdout
-from tests.vllm.refusals import BLOCK, BLOCKS, full_attention, make_config, make_layers
+from tests.vllm.refusals import BLOCK, BLOCKS, full_attention, make_config, make_layers, make_transfer
 
 TOKENS = 2 * 128  # two chunks
 
@@ -29,7 +29,7 @@ def main() -> None:
 
 class Moments:
     def __init__(self, model: str, socket: str) -> None:
-        import vllm.config  # noqa: PLC0415 - after the environment is set
+        # After the environment is set.
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: PLC0415
         from vllm.v1.core.block_pool import BlockPool  # noqa: PLC0415
 
@@ -37,15 +37,9 @@ class Moments:
         from kvcellar.vllm.identity import block_bytes  # noqa: PLC0415
         from kvcellar.vllm.metadata import TensorLayout  # noqa: PLC0415
 
-        transfer = vllm.config.KVTransferConfig(
-            kv_connector="KVCellarConnector",
-            kv_connector_module_path="kvcellar.vllm",
-            kv_role="kv_both",
-            kv_connector_extra_config={"socket": socket},
-        )
         layers = make_layers([full_attention()])
         self.connector = KVCellarConnector(
-            make_config(model, kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, layers
+            make_config(model, kv_transfer_config=make_transfer(socket)), KVConnectorRole.SCHEDULER, layers
         )
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): TensorLayout(block_bytes(layers))})
         self.pool = BlockPool(num_gpu_blocks=BLOCKS, enable_caching=True, hash_block_size=BLOCK)

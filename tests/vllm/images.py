@@ -2,20 +2,23 @@
 test_images.py runs it.
 
 Its arguments are the folder of a model, and one to write to. Answers with a line of JSON: "fields", those of
-vLLM's settings; "same", those of them that change no namespace; "named", ids by case; and "odd", what is said
-of a setting that has no text of its own.
+vLLM's settings; "same", those of them that change no namespace; "named", ids by case; "odd", what is said of
+a setting that has no text of its own; and "embeddings", by case, what an engine says at its start of those.
 """
 
 # mypy: disable-error-code="import-not-found"
 
 import dataclasses
 import json
+import logging
+import queue
 import sys
+from logging.handlers import QueueHandler
 from pathlib import Path
 from typing import Any
 
 from tests.vllm.engine import set_environment, take_stdout
-from tests.vllm.refusals import full_attention, make_config, make_layers
+from tests.vllm.refusals import full_attention, make_config, make_layers, make_transfer
 
 SCALES = "mm_encoder_fp8_scale_path"
 
@@ -41,7 +44,9 @@ def main() -> None:
         "set": _of(config, mm_processor_kwargs={"sizes": set(map(str, range(20)))}),
     } | _scales(config, folder)
     odd = _of(config, mm_processor_kwargs={"hook": object()})
-    answers.write(json.dumps({"fields": names, "same": same, "named": named, "odd": odd}) + "\n")
+    said = {case: _said_of_embeddings(model, folder, case) for case in ("images", "text", "sent embeddings")}
+    found = {"fields": names, "same": same, "named": named, "odd": odd, "embeddings": said}
+    answers.write(json.dumps(found) + "\n")
     answers.flush()
 
 
@@ -57,6 +62,29 @@ def _scales(config: Any, folder: Path) -> dict[str, str]:
         found[name] = _of(config, mm_encoder_attn_dtype="fp8", **{SCALES: str(folder / where)})
     found["gone"] = _changed(config, SCALES, str(folder / "nowhere"))
     return found
+
+
+def _said_of_embeddings(model: str, folder: Path, case: str) -> list[str]:
+    """What vLLM makes of our role is its own; that the model has images is set afterwards."""
+    from vllm.config import ECTransferConfig  # noqa: PLC0415
+    from vllm.config.multimodal import MultiModalConfig  # noqa: PLC0415
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: PLC0415
+
+    from kvcellar.vllm import KVCellarConnector, compat  # noqa: PLC0415
+
+    config = make_config(model, kv_transfer_config=make_transfer(str(folder / "socket")))
+    if case != "text":
+        object.__setattr__(config.model_config, "multimodal_config", MultiModalConfig())
+    if case == "sent embeddings":
+        sent = ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_consumer")
+        object.__setattr__(config, "ec_transfer_config", sent)
+    config._resolve_mm_embedding_inputs()
+    said = queue.SimpleQueue[logging.LogRecord]()
+    listener = QueueHandler(said)
+    compat.log.addHandler(listener)
+    KVCellarConnector(config, KVConnectorRole.SCHEDULER, make_layers([full_attention()])).shutdown()
+    compat.log.removeHandler(listener)
+    return [said.get().getMessage() for _ in range(said.qsize())]
 
 
 def _newer() -> Any:

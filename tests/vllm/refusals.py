@@ -53,6 +53,17 @@ def make_config(model: str, **options: Any) -> Any:
     return EngineArgs(model=model, **DEFAULTS | options).create_engine_config()
 
 
+def make_transfer(socket: str) -> Any:
+    from vllm.config import KVTransferConfig  # noqa: PLC0415
+
+    return KVTransferConfig(
+        kv_connector="KVCellarConnector",
+        kv_connector_module_path="kvcellar.vllm",
+        kv_role="kv_both",
+        kv_connector_extra_config={"socket": socket},
+    )
+
+
 def _of_layers(config: Any) -> dict[str, str]:
     """Every kind of layer that vLLM has: a new one is refused until somebody has thought about it."""
     from vllm.v1 import kv_cache_interface as kinds  # noqa: PLC0415

@@ -95,3 +95,11 @@ def test_a_setting_that_nobody_can_name_is_refused(found: dict[str, Any]) -> Non
 
 def test_scales_that_cannot_be_read_are_refused(found: dict[str, Any], folder: Path) -> None:
     assert found["named"]["gone"] == f"{folder}/nowhere cannot be read: No such file or directory"
+
+
+def test_an_engine_says_that_our_role_opens_it_to_embeddings(found: dict[str, Any]) -> None:
+    """If it is so because of us alone."""
+    said = found["embeddings"]
+    assert (said["text"], said["sent embeddings"]) == ([], [])
+    [warning] = said["images"]
+    assert warning.startswith("KVCellar: with a KV connector, this vLLM takes embeddings in place of images")

@@ -24,7 +24,7 @@ from kvcellar.client import AdminClient, Grant, SchedulerClient
 from kvcellar.errors import BadRequest, CellarError, StartupError
 from kvcellar.identity import SKIP, Namespace, block_range, plan_load
 from kvcellar.vllm.adapters import Adapters
-from kvcellar.vllm.compat import derive_hash_seed, hash_block_tokens, warn_if_untested
+from kvcellar.vllm.compat import derive_hash_seed, hash_block_tokens, warn_if_open, warn_if_untested
 from kvcellar.vllm.hashes import cover as hashes_cover
 from kvcellar.vllm.identity import check_supported, make_namespace
 from kvcellar.vllm.jobs import GroupCopy, Job
@@ -71,8 +71,9 @@ class SchedulerSide:
         self._greet(problem)
 
     def _greet(self, problem: str) -> None:
-        """Say at the engine's start, in one line, if there will be no cache."""
+        """Say at the engine's start what its owner should know, and in one line if there will be no cache."""
         warn_if_untested()
+        warn_if_open(self._config)
         try:
             check_supported(self._config, self._kv_cache_config)
         except BadRequest as error:
