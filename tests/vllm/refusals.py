@@ -118,15 +118,52 @@ def _of_memory(config: Any, socket: Path) -> dict[str, str]:
 
 
 def _of_steps(model: str, socket: Path) -> dict[str, str]:
-    """On CPUs vLLM does not schedule ahead, so this is set afterwards."""
+    """On CPUs vLLM does not schedule ahead, nor sleep, so this is set afterwards."""
+    import torch  # noqa: PLC0415
+
     found = {}
-    for name, ahead in (("one step at a time", False), ("steps ahead", True)):
+    for name, part, what, value in (
+        ("one step at a time", "scheduler_config", "async_scheduling", False),
+        ("steps ahead", "scheduler_config", "async_scheduling", True),
+        ("engines in step", "parallel_config", "data_parallel_size", 2),
+        ("an engine that sleeps", "model_config", "enable_sleep_mode", True),
+        ("memory that may go", "model_config", "enable_cumem_allocator", True),
+    ):
         config = make_config(model)
-        object.__setattr__(config.scheduler_config, "async_scheduling", ahead)
+        assert hasattr(getattr(config, part), what)
+        object.__setattr__(getattr(config, part), what, value)
         rank = _rank(config, full_attention(), socket, name)
-        found[name] = "ahead" if rank._ahead else ""
+        rank.register_kv_caches({"layer 0": torch.zeros(BLOCKS, 2, BLOCK, 1, 16)})
+        found[name] = _of_a_step(rank)
         rank.close()
     return found
+
+
+def _of_a_step(rank: Any) -> str:
+    """Of the first one, without a forward: did it find a mover, and did it wait for loads, and how?"""
+    from kvcellar.vllm.metadata import CellarMetadata  # noqa: PLC0415
+
+    copier, watched = rank._copier, Watched()
+    rank._copier = watched
+    rank.take(CellarMetadata(idle=True))
+    rank.finished_loads()
+    rank._copier = copier
+    return f"{'ready' if copier is not None else 'not ready'}, {watched.waited}"
+
+
+class Watched:
+    """A copier that has nothing to do, and says how it was asked to wait."""
+
+    waited = "does not wait"
+
+    def add(self, loads: list[Any], stores: list[Any]) -> None:
+        pass
+
+    def wait_for_a_load(self, seconds: float, soon: float, *, ahead: bool) -> None:
+        self.waited = "waits, ahead" if ahead else "waits"
+
+    def take(self) -> None:
+        pass
 
 
 def _rank(config: Any, layer: Any, socket: Path, session: str) -> Any:
