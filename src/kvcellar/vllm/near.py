@@ -5,6 +5,7 @@ itself which loads are over, when vLLM handles the step before, and adds what it
 does not ask for within two steps is reported by the worker side, as anywhere else: each is told exactly once.
 
 Of stores it asks when steps may not come: an engine inside its caller's process makes none without requests.
+Then it may hear of a job twice, since the last step that was made may be handled before or after.
 
 Used by the engine's thread. Knows nothing of vLLM.
 """
@@ -19,7 +20,7 @@ class Landed:
     """Of one engine."""
 
     def __init__(self, take_stores: Callable[[float], Counter[int]]) -> None:
-        self.take_stores = take_stores  # jobs that are over; waits for the others, but not longer than so
+        self.take_stores = take_stores  # jobs that are over; waits so many seconds for the others
         self.is_asked = False  # there is a scheduler side here, and it asks
         self._waiting: dict[str, int] = {}  # by request: steps for which it was not fetched
 

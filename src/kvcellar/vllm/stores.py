@@ -189,7 +189,9 @@ class Stores:
 
     def answered(self, client: SchedulerClient | None, job_id: int, ranks: int) -> None:
         """So many more ranks are done with a job, whether it went well or not."""
-        store = self._stores.pop(job_id)
+        store = self._stores.pop(job_id, None)
+        if store is None:
+            return  # heard of before, see near.py
         if store.ranks > ranks:
             self._stores[job_id] = store._replace(ranks=store.ranks - ranks)
             return

@@ -188,8 +188,11 @@ class WorkerSide:
         return loads, failed
 
     def take_stores(self, seconds: float) -> Counter[int]:
-        """Instead of what the next steps would report."""
-        return self._copier.take_stores(seconds) if self._copier is not None else Counter()
+        """Those that the next steps would report. And those that the last one did: vLLM that schedules ahead
+        may not have handled it.
+        """
+        reported = self._done.stores if self._done is not None else Counter()
+        return reported + self._copier.take_stores(seconds) if self._copier is not None else reported
 
     def bad_blocks(self) -> set[int]:
         """Of the loads that were last reported."""
