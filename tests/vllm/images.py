@@ -51,15 +51,20 @@ def main() -> None:
 
 
 def _scales(config: Any, folder: Path) -> dict[str, str]:
-    """By case: what is in the file counts, and not where it is."""
-    found = {}
+    """By case."""
+    from vllm.config.multimodal import MultiModalConfig  # noqa: PLC0415
+
+    found, images = {}, {}
     for name, where, text in (
         ("scales", "one", "{}"),
         ("scales elsewhere", "two", "{}"),
-        ("other scales", "one", "{ }"),
+        ("other scales", "three", "{ }"),
     ):
         (folder / where).write_text(text)
-        found[name] = _of(config, mm_encoder_attn_dtype="fp8", **{SCALES: str(folder / where)})
+        images[name] = MultiModalConfig(mm_encoder_attn_dtype="fp8", **{SCALES: str(folder / where)})
+        found[name] = _namespace(config, images[name])
+    (folder / "one").unlink()
+    found["scales gone since"] = _namespace(config, images["scales"])
     found["gone"] = _changed(config, SCALES, str(folder / "nowhere"))
     return found
 

@@ -80,7 +80,10 @@ def test_engines_that_make_something_else_of_images_do_not_share(
     assert ids[0] != ids[1]
 
 
-@pytest.mark.parametrize(("one", "other"), [("limits", "limits turned"), ("scales", "scales elsewhere")])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("limits", "limits turned"), ("scales", "scales elsewhere"), ("scales", "scales gone since")],
+)
 def test_engines_that_make_the_same_of_images_share(one: str, other: str, found: dict[str, Any]) -> None:
     assert found["named"][one] == found["named"][other]
 

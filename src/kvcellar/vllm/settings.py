@@ -4,6 +4,7 @@ Knows vLLM's names and imports nothing of it.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ _SAME_KV = {
     "mm_tensor_ipc",  # how they travel between processes
     "skip_mm_profiling",  # how much memory the engine expects to need
 }
-_FILE = "mm_encoder_fp8_scale_path"
+_FILE = "mm_encoder_fp8_scale_path"  # what is in it counts, not where it is
 
 
 def of_images(config: Any) -> dict[str, Any]:
@@ -36,12 +37,17 @@ def of_images(config: Any) -> dict[str, Any]:
         return {}
     names = {field.name for field in dataclasses.fields(config)} - _SAME_KV
     found = {name: getattr(config, name) for name in names}
-    if file := found.get(_FILE):  # what is in it counts
-        try:
-            found[_FILE] = hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest()
-        except OSError as error:
-            raise BadRequest(f"{file} cannot be read: {error.strerror}") from error
+    if file := found.get(_FILE):
+        found[_FILE] = _contents(file)
     return found
+
+
+@functools.cache  # the engine reads it once, too
+def _contents(file: str) -> str:
+    try:
+        return hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest()
+    except OSError as error:
+        raise BadRequest(f"{file} cannot be read: {error.strerror}") from error
 
 
 def digest(described: Mapping[str, Any]) -> str:
