@@ -30,7 +30,7 @@ def warn_if_open(config: VllmConfig) -> None:
     """vLLM 0.32 takes whoever loads KV for one that is sent that of images, with their embeddings or without.
     One that is sent embeddings takes them in any case.
     """
-    images, sent = config.model_config.multimodal_config, config.ec_transfer_config
+    images, sent = config.model_config.multimodal_config, getattr(config, "ec_transfer_config", None)
     if getattr(images, "allow_missing_mm_embeddings", False) and not (sent and sent.is_ec_consumer):
         log.warning(
             "KVCellar: with a KV connector, this vLLM takes embeddings in place of images, as with "
