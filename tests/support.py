@@ -1,10 +1,19 @@
 """Small builders that many tests share. Imports no test framework."""
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from kvcellar.identity import BlockHash, ChunkKey, Group, Layer, Namespace, ParallelStrategy
+from kvcellar.identity import (
+    BlockHash,
+    ChunkKey,
+    CopyPlan,
+    Group,
+    Layer,
+    LayoutDesc,
+    Namespace,
+    ParallelStrategy,
+)
 from kvcellar.ledger import SCHEDULER, Granted, Ledger
 
 FREE, WRITING, READY = 0, 1, 2
@@ -131,3 +140,25 @@ class Engine:
 
     def free_slots(self, group: int = 0) -> int:
         return self.room.shelves[group].free_slots
+
+
+class Fragment(NamedTuple):
+    """One contiguous run of bytes: `length` bytes of `block` in layer `layer` at `offset` of the object in
+    slot `stripe`.
+    """
+
+    stripe: int
+    offset: int
+    layer: int
+    block: int
+    length: int
+
+
+def fragments(plan: CopyPlan, layout: LayoutDesc) -> Iterator[Fragment]:
+    """In object order; skipped blocks come too, as block SKIP, since a checksum covers them."""
+    offsets = layout.layer_offsets()
+    for stripe, blocks in zip(plan.stripes.tolist(), plan.blocks.tolist(), strict=True):
+        for number, layer in enumerate(layout.layers):
+            for position, block in enumerate(blocks):
+                offset = offsets[number] + position * layer.block_bytes
+                yield Fragment(stripe, offset, number, block, layer.block_bytes)

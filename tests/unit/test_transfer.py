@@ -28,6 +28,7 @@ from kvcellar.identity import (
 )
 from kvcellar.slab import HEADER_MAGIC, OBJECT_HEADER, Bytes, Place, Slab, SlabShape, Slot
 from kvcellar.transfer import CHECKSUMS, Digest, HostTransfer, block_memory, digest_maker
+from tests.support import fragments
 
 SLOTS, NUM_BLOCKS = 4, 24
 KEYS = [ChunkKey(bytes([number]) * 16) for number in range(SLOTS)]
@@ -123,7 +124,7 @@ def test_stored_blocks_come_back_into_the_wanted_blocks_and_nothing_else_changes
 ) -> None:
     world, stores, loads = journey
     expected = [memory.copy() for memory in world.memory]
-    for source, target in zip(stores.fragments(world.layout), loads.fragments(world.layout), strict=True):
+    for source, target in zip(fragments(stores, world.layout), fragments(loads, world.layout), strict=True):
         if target.block != SKIP:
             kv = world.layers[source.layer][source.block]
             expected[target.layer][target.block, : target.length] = kv
@@ -143,7 +144,7 @@ def test_a_slot_holds_the_object_in_object_order_and_its_header(
     keys = KEYS[: len(stores.stripes)]
     with world.transfer as transfer:
         transfer.store(stores, keys, world.slot)
-    for part in stores.fragments(world.layout):
+    for part in fragments(stores, world.layout):
         slot = world.slab.slot(part.stripe)
         assert (slot[part.offset : part.offset + part.length] == world.layers[part.layer][part.block]).all()
     for stripe, key in zip(stores.stripes.tolist(), keys, strict=True):

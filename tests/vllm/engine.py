@@ -9,14 +9,14 @@ of file, reads a round per line and answers each with one line (see `Engine.play
     {"prompts": [[token ids]...], "max_tokens": n, "together": false, "salt": text,
      "adapter": [name, number, folder] of a LoRA adapter for all of them,
      "abort": {index of a prompt: after n tokens}, "abort_at": {index: after n steps of the engine},
-     "interrupt": {"step": n, "call": name of a method of vllm.LLM, "arguments": {}}}
+     "interrupt": {"step": n, "call": name of a method of vllm.LLM, "arguments": {}}, "settle": true}
     {"call": name of a method of vllm.LLM, "arguments": {}}
 
 The prompts of a round go in one after the other, or all at once with "together"; the steps of "abort_at" and
 "interrupt" are counted from there. A round ends when the engine has nothing left to do: inside one process
 vLLM steps only while a request is unfinished, so this program steps it on, as the loop of a served engine
 would, until the connector's stores have landed; and waits until the server has heard of that, if there is
-one.
+one. With "settle": false it leaves the engine where vllm.LLM would.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -161,7 +161,7 @@ class Engine:
         for batch in batches:
             outputs += self._serve(batch, round_, len(outputs))
         seconds = time.monotonic() - started
-        settled = self._settle()
+        settled = self._settle() if round_.get("settle", True) else None
         return {
             "outputs": outputs,
             "counters": dict(self._counters() - before),

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.vllm.engine import DEFAULTS, set_environment, take_stdout
 
-_BLOCKS = 8
+BLOCKS, BLOCK = 64, 16  # and tokens of each
 _GONE = {"calculate_kv_scales"}  # vLLM 0.26 has it, 0.32 has not: a name that is not there refuses nobody
 # A model in which every token sees all others.
 BERT = {
@@ -34,19 +34,34 @@ def main() -> None:
     answers = take_stdout()
     model, folder = sys.argv[1], Path(sys.argv[2])
     set_environment(ranks=1)
-    said = _of_layers(_config(model)) | _of_engines(model) | _of_memory(_config(model), folder / "socket")
+    said = (
+        _of_layers(make_config(model))
+        | _of_engines(model)
+        | _of_memory(make_config(model), folder / "socket")
+    )
     said |= _of_steps(model, folder / "socket")
     (folder / "config.json").write_text(json.dumps(BERT))
-    bert = _config(str(folder), runner="pooling", load_format="dummy", max_model_len=128)
-    said["bert"] = _said(bert, [_full()])
+    bert = make_config(str(folder), runner="pooling", load_format="dummy", max_model_len=128)
+    said["bert"] = _said(bert, [full_attention()])
     answers.write(json.dumps(said) + "\n")
     answers.flush()
 
 
-def _config(model: str, **options: Any) -> Any:
+def make_config(model: str, **options: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - after the environment is set
 
     return EngineArgs(model=model, **DEFAULTS | options).create_engine_config()
+
+
+def make_transfer(socket: str) -> Any:
+    from vllm.config import KVTransferConfig  # noqa: PLC0415
+
+    return KVTransferConfig(
+        kv_connector="KVCellarConnector",
+        kv_connector_module_path="kvcellar.vllm",
+        kv_role="kv_both",
+        kv_connector_extra_config={"socket": socket},
+    )
 
 
 def _of_layers(config: Any) -> dict[str, str]:
@@ -58,26 +73,29 @@ def _of_layers(config: Any) -> dict[str, str]:
         if isinstance(kind, type) and issubclass(kind, kinds.KVCacheSpec):
             # Without what else it has: its kind is all that counts. One of many layers has these.
             layer: Any = object.__new__(kind)
-            object.__setattr__(layer, "kv_cache_specs", {"a": _full(), "b": object.__new__(kinds.MambaSpec)})
-            found[name] = _said(config, [_full(), layer])
-    found["sees later tokens"] = _said(config, [dataclasses.replace(_full(), non_causal=True)])
+            object.__setattr__(
+                layer, "kv_cache_specs", {"a": full_attention(), "b": object.__new__(kinds.MambaSpec)}
+            )
+            found[name] = _said(config, [full_attention(), layer])
+    found["sees later tokens"] = _said(config, [dataclasses.replace(full_attention(), non_causal=True)])
     return found
 
 
 def _of_engines(model: str) -> dict[str, str]:
     """Set afterwards: for most of these vLLM itself wants more GPUs than there are."""
-    found = {"supported": _said(_config(model), [_full()])}
+    found = {"supported": _said(make_config(model), [full_attention()])}
     for name, what, value in (
         ("parallel_config", "decode_context_parallel_size", 2),
         ("parallel_config", "prefill_context_parallel_size", 2),
         ("parallel_config", "distributed_executor_backend", "external_launcher"),
         ("cache_config", "calculate_kv_scales", True),
+        ("aux_output_config", "enable_return_routed_experts", True),
     ):
-        config = _config(model)
+        config = make_config(model)
         part = getattr(config, name)
         assert hasattr(part, what) != (what in _GONE), f"does vLLM have another name for {what} now?"
         object.__setattr__(part, what, value)
-        found[what] = _said(config, [_full()])
+        found[what] = _said(config, [full_attention()])
     return found
 
 
@@ -85,12 +103,12 @@ def _of_memory(config: Any, socket: Path) -> dict[str, str]:
     """What a rank says of the memory that vLLM hands it."""
     import torch  # noqa: PLC0415
 
-    found, blocks = {}, torch.zeros(_BLOCKS, 2, 16, 1, 16)
-    padded = dataclasses.replace(_full(), page_size_padded=2 * _full().page_size_bytes)
+    found, blocks = {}, torch.zeros(BLOCKS, 2, BLOCK, 1, 16)
+    padded = dataclasses.replace(full_attention(), page_size_padded=2 * full_attention().page_size_bytes)
     for name, layer, memory in (
-        ("whole pages", _full(), blocks),
+        ("whole pages", full_attention(), blocks),
         ("padded pages", padded, blocks),
-        ("two tensors", _full(), [blocks, blocks]),
+        ("two tensors", full_attention(), [blocks, blocks]),
     ):
         rank = _rank(config, layer, socket, name)
         rank.register_kv_caches({"layer 0": memory})
@@ -100,15 +118,52 @@ def _of_memory(config: Any, socket: Path) -> dict[str, str]:
 
 
 def _of_steps(model: str, socket: Path) -> dict[str, str]:
-    """On CPUs vLLM does not schedule ahead, so this is set afterwards."""
+    """On CPUs vLLM does not schedule ahead, nor sleep, so this is set afterwards."""
+    import torch  # noqa: PLC0415
+
     found = {}
-    for name, ahead in (("one step at a time", False), ("steps ahead", True)):
-        config = _config(model)
-        object.__setattr__(config.scheduler_config, "async_scheduling", ahead)
-        rank = _rank(config, _full(), socket, name)
-        found[name] = "ahead" if rank._ahead else ""
+    for name, part, what, value in (
+        ("one step at a time", "scheduler_config", "async_scheduling", False),
+        ("steps ahead", "scheduler_config", "async_scheduling", True),
+        ("engines in step", "parallel_config", "data_parallel_size", 2),
+        ("an engine that sleeps", "model_config", "enable_sleep_mode", True),
+        ("memory that may go", "model_config", "enable_cumem_allocator", True),
+    ):
+        config = make_config(model)
+        assert hasattr(getattr(config, part), what)
+        object.__setattr__(getattr(config, part), what, value)
+        rank = _rank(config, full_attention(), socket, name)
+        rank.register_kv_caches({"layer 0": torch.zeros(BLOCKS, 2, BLOCK, 1, 16)})
+        found[name] = _of_a_step(rank)
         rank.close()
     return found
+
+
+def _of_a_step(rank: Any) -> str:
+    """Of the first one, without a forward: did it find a mover, and did it wait for loads, and how?"""
+    from kvcellar.vllm.metadata import CellarMetadata  # noqa: PLC0415
+
+    copier, watched = rank._copier, Watched()
+    rank._copier = watched
+    rank.take(CellarMetadata(idle=True))
+    rank.finished_loads()
+    rank._copier = copier
+    return f"{'ready' if copier is not None else 'not ready'}, {watched.waited}"
+
+
+class Watched:
+    """A copier that has nothing to do, and says how it was asked to wait."""
+
+    waited = "does not wait"
+
+    def add(self, loads: list[Any], stores: list[Any]) -> None:
+        pass
+
+    def wait_for_a_load(self, seconds: float, soon: float, *, ahead: bool) -> None:
+        self.waited = "waits, ahead" if ahead else "waits"
+
+    def take(self) -> None:
+        pass
 
 
 def _rank(config: Any, layer: Any, socket: Path, session: str) -> Any:
@@ -116,29 +171,29 @@ def _rank(config: Any, layer: Any, socket: Path, session: str) -> Any:
     from kvcellar.vllm.worker import WorkerSide  # noqa: PLC0415
 
     options = Options(socket, session, require=False, lookup_timeout=1.0, tenant="", staging_bytes=0)
-    return WorkerSide(config, _layers([layer]), options)
+    return WorkerSide(config, make_layers([layer]), options)
 
 
-def _full() -> Any:
+def full_attention() -> Any:
     import torch  # noqa: PLC0415
     from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415
 
-    return FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    return FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
 
 
-def _layers(layers: list[Any]) -> Any:
+def make_layers(layers: list[Any]) -> Any:
     """A group for each."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec  # noqa: PLC0415
 
     groups = [KVCacheGroupSpec([f"layer {number}"], layer) for number, layer in enumerate(layers)]
-    return KVCacheConfig(num_blocks=_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 def _said(config: Any, layers: list[Any]) -> str:
     from kvcellar.vllm.identity import Unsupported, check_supported  # noqa: PLC0415
 
     try:
-        check_supported(config, _layers(layers))
+        check_supported(config, make_layers(layers))
     except Unsupported as error:
         return str(error)
     return ""

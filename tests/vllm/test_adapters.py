@@ -26,17 +26,24 @@ from kvcellar.vllm.tracked import Tracked
 
 adapters = Adapters()
 
-def keys(path, number=1, **more):
-    lora = LoRARequest("same-name", number, path, **more) if path else None
+def keys(lora):
     request = SimpleNamespace(block_hashes=[bytes([n]) * 32 for n in range(4)], num_preemptions=0)
     tracked = Tracked(request, 2, adapters.digest(lora))
     return [tracked.hashed_chunks(), [key.hex() for key in tracked.keys]]
 
-one, copy, other, missing = sys.argv[1:]
-answer = {"plain": keys(""), "one": keys(one), "copy": keys(copy), "other": keys(other)}
-answer |= {"missing": keys(missing), "in place": keys(one, load_inplace=True)}
-(Path(one) / "adapter_model.safetensors").write_bytes(b"WEIGHTS")
-answer |= {"changed": keys(one), "loaded again": keys(one, number=2)}
+def of(name, number=1, **more):
+    return keys(LoRARequest("same-name", number, str(folder / name), **more))
+
+folder = Path(sys.argv[1])
+answer = {one.name: of(one.name) for one in folder.iterdir()}
+answer |= {"plain": keys(None), "missing": of("missing"), "in place": of("one", load_inplace=True)}
+answer["read otherwise"] = of("one", is_3d_lora_weight=True)
+# Of vLLM 0.26, where a request may say that the files are in another place.
+elsewhere = LoRARequest("same-name", 1, str(folder / "one"))
+about = {name: getattr(elsewhere, name) for name in elsewhere.__struct_fields__}
+answer["elsewhere"] = keys(SimpleNamespace(**about, tensorizer_config_dict={"tensorizer_dir": "/"}))
+(folder / "one" / "adapter_model.safetensors").write_bytes(b"WEIGHTS")
+answer |= {"changed": of("one"), "loaded again": of("one", number=2)}
 print(json.dumps(answer))
 """
 
@@ -68,22 +75,46 @@ def run(script: str, *arguments: object) -> str:
     return (done.stdout.splitlines() or [b""])[-1].decode()
 
 
-def fake_adapter(folder: Path, weights: bytes) -> Path:
-    folder.mkdir()
+def fake_adapter(folder: Path, weights: str, **more: str) -> Path:
+    """`more`: files beside, by name, with two underscores for a dot."""
+    folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text('{"r": 8}')
-    (folder / "adapter_model.safetensors").write_bytes(weights)
+    (folder / "adapter_model.safetensors").write_text(weights)
+    for name, text in more.items():
+        (folder / name.replace("__", ".")).write_text(text)
     return folder
 
 
-def test_keys_cover_the_bytes_of_an_adapter(tmp_path: Path) -> None:
-    one = fake_adapter(tmp_path / "one", b"weights")
-    copy, other = fake_adapter(tmp_path / "copy", b"weights"), fake_adapter(tmp_path / "other", b"Weights")
-    keys = json.loads(run(KEYS, one, copy, other, tmp_path / "missing"))
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By adapter: how many chunks have keys, and which."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for name in ("one", "copy"):
+        fake_adapter(folder / name, "weights")
+    fake_adapter(folder / "other", "Weights")
+    fake_adapter(folder / "other config", "weights", adapter_config__json='{"r": 4}')
+    fake_adapter(folder / "bin beside", "weights", adapter_model__bin="weights")
+    fake_adapter(folder / "pt beside", "weights", adapter_model__pt="weights")
+    fake_adapter(folder / "embeddings", "weights", new_embeddings__safetensors="more")
+    trained = fake_adapter(folder / "trained", "weights", optimizer__pt="state", README__md="# Trained")
+    (trained / "checkpoint-100").mkdir()
+    for name, gone in (("no config", "adapter_config.json"), ("no weights", "adapter_model.safetensors")):
+        (fake_adapter(folder / name, "weights") / gone).unlink()
+    found: dict[str, Any] = json.loads(run(KEYS, folder))
+    return found
+
+
+def test_keys_cover_the_bytes_of_an_adapter_that_vllm_reads(keys: dict[str, Any]) -> None:
     assert keys["plain"] == [2, ["01" * 16, "03" * 16]]
-    assert keys["one"] == keys["copy"]
-    assert len({keys[name][1][0] for name in ("plain", "one", "other", "loaded again")}) == 4
-    for uncertain in ("missing", "in place", "changed"):
-        assert keys[uncertain] == [0, []]
+    same, others = ("one", "copy", "trained"), ("plain", "other", "other config", "loaded again")
+    beside = ("bin beside", "pt beside", "embeddings", "read otherwise")
+    assert len({keys[name][1][0] for name in same}) == 1
+    assert len({keys[name][1][0] for name in ("one", *others, *beside)}) == 1 + len(others) + len(beside)
+
+
+@pytest.mark.parametrize("name", ["missing", "no config", "no weights", "in place", "elsewhere", "changed"])
+def test_an_adapter_of_which_the_bytes_are_uncertain_has_no_keys(name: str, keys: dict[str, Any]) -> None:
+    assert keys[name] == [0, []]
 
 
 def make_adapter(folder: Path, seed: int) -> Path:

@@ -17,6 +17,7 @@ REFUSED = {
     "prefill_context_parallel_size": "prefill context parallelism is not supported yet",
     "distributed_executor_backend": "external_launcher has a scheduler for each rank",
     "calculate_kv_scales": "calculate_kv_scales makes KV that depends on what the engine saw before",
+    "enable_return_routed_experts": "enable_return_routed_experts is about tokens that are computed here",
     "padded pages": "layer layer 0: blocks of 2048 bytes in larger pages",
     "two tensors": "layer layer 0: its state is not one tensor",
     "bert": "vLLM does not support prefix caching for this model, or its way of pooling",
@@ -46,7 +47,18 @@ def test_a_plain_engine_is_supported(said: dict[str, str]) -> None:
 
 def test_a_worker_side_knows_whether_vllm_schedules_ahead(said: dict[str, str]) -> None:
     """If it did not, the step that hands over a load would wait for it in vain, on GPUs alone."""
-    assert (said["one step at a time"], said["steps ahead"]) == ("", "ahead")
+    assert said["one step at a time"] == "ready, waits"
+    assert said["steps ahead"] == "ready, waits, ahead"
+
+
+def test_a_step_without_a_forward_does_not_wait_where_other_engines_do(said: dict[str, str]) -> None:
+    """Engines of one MoE model take their steps together: one that waits holds up the others."""
+    assert said["engines in step"] == "ready, does not wait"
+
+
+def test_an_engine_that_sleeps_has_no_mover_before_its_first_step(said: dict[str, str]) -> None:
+    """What is allocated while vLLM hands over its KV memory goes with that when the engine sleeps."""
+    assert said["an engine that sleeps"] == said["memory that may go"] == "not ready, waits"
 
 
 def test_layers_that_are_not_known_to_be_exact_are_refused(said: dict[str, str]) -> None:

@@ -122,3 +122,20 @@ def test_new_weights_in_the_middle_of_everything(
         if not running:
             # Its KV was made, in part, by the weights of before. The other may have begun later.
             assert one.round(prompts, max_tokens=1).cached[0] == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 6])
+def test_new_weights_where_nobody_steps_the_engine_after_its_last_request(
+    tokens: int, serve: ServerProcess, engines: tuple[VllmEngine, VllmEngine]
+) -> None:
+    """As vllm.LLM in one process: what the last requests store is planned, on its way, or copied, and no step
+    tells of it.
+    """
+    one, _ = engines
+    prompt = prompts_around_borders(128, CHUNK, seed=30 + tokens)[-1]
+    truth = one.round([prompt], tokens, settle=False).tokens
+    eventually(lambda: one.call("reset_prefix_cache", **NEW_WEIGHTS) is True)
+    again = one.round([prompt], tokens)
+    assert again.tokens == truth
+    assert again.cached == [0]
+    rest(serve, again)

@@ -3,7 +3,6 @@
 from kvcellar.identity.layout import (
     SKIP,
     CopyPlan,
-    Fragment,
     LayoutDesc,
     layout_of,
     make_plan,
@@ -41,7 +40,6 @@ __all__ = [
     "BlockHash",
     "ChunkKey",
     "CopyPlan",
-    "Fragment",
     "Group",
     "Layer",
     "LayoutDesc",

@@ -9,7 +9,6 @@ Derived from the namespace alone, so that server and engines agree without talki
 a plan names places, a transfer engine moves the bytes.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -74,18 +73,6 @@ def _whole_slot(object_bytes: int) -> int:
     return -(-object_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
-class Fragment(NamedTuple):
-    """One contiguous run of bytes: `length` bytes of `block` in layer `layer` at `offset` of the object in
-    slot `stripe`.
-    """
-
-    stripe: int
-    offset: int
-    layer: int
-    block: int
-    length: int
-
-
 class CopyPlan(NamedTuple):
     """Which blocks of one group go to, or come from, which slots. Row i: the blocks of the chunk in slot
     stripes[i].
@@ -94,17 +81,6 @@ class CopyPlan(NamedTuple):
     group: int
     stripes: npt.NDArray[np.uint32]
     blocks: npt.NDArray[np.int64]  # (len(stripes), blocks_per_chunk); SKIP where nothing is copied
-
-    def fragments(self, layout: LayoutDesc) -> Iterator[Fragment]:
-        """Every fragment in object order; skipped blocks come too, as block SKIP, since a checksum covers
-        them.
-        """
-        offsets = layout.layer_offsets()
-        for stripe, blocks in zip(self.stripes.tolist(), self.blocks.tolist(), strict=True):
-            for number, layer in enumerate(layout.layers):
-                for position, block in enumerate(blocks):
-                    offset = offsets[number] + position * layer.block_bytes
-                    yield Fragment(stripe, offset, number, block, layer.block_bytes)
 
 
 def make_plan(group: int, stripes: list[int], blocks: list[list[int]], layout: LayoutDesc) -> CopyPlan:

@@ -4,9 +4,12 @@ vLLM's block hashes cover an adapter's name, and in newer versions its path; two
 adapters under one name, and one engine may load the path again when its files have changed. So a digest of
 the adapter's files is mixed into the chunk keys. Where it is not certain that the engine computes with those
 very bytes there is no digest, and requests go without the cache: files that cannot be read, or have changed
-since the adapter was first used, and adapters that are loaded anew for each request.
+since the adapter was first used, that are elsewhere, and adapters that are loaded anew for each request.
+
+The engine waits while they are read, so what trainers leave beside them, often many times as large, is not.
 """
 
+import errno
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,9 @@ import xxhash
 from kvcellar.identity import KEY_BYTES, ChunkKey
 
 _READ_BYTES = 4 << 20
+# vLLM 0.26 and 0.32 read the first, and one of the second: .safetensors, .bin or .pt. Versions before read
+# new_embeddings beside them; those, and shards, count as well.
+_CONFIG, _WEIGHTS, _READ = "adapter_config.json", "adapter_model.", ("adapter_", "new_embeddings")
 
 _Stamp = tuple[tuple[str, int, int, int], ...]  # of each file: name, inode, size, time of change
 
@@ -24,7 +30,7 @@ class Adapters:
     """Digests of adapters as they were when first seen."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, str], tuple[_Stamp, bytes]] = {}
+        self._seen: dict[tuple[int, str, bool], tuple[_Stamp, bytes]] = {}
 
     def digest(self, lora_request: Any) -> bytes | None:
         """Empty without an adapter; None when it cannot be told."""
@@ -32,11 +38,14 @@ class Adapters:
             return b""
         if getattr(lora_request, "load_inplace", False):
             return None
-        folder, adapter = Path(lora_request.lora_path), (lora_request.lora_int_id, lora_request.lora_path)
+        if getattr(lora_request, "tensorizer_config_dict", None):  # of vLLM 0.26: it names another folder
+            return None
+        folder, fused = Path(lora_request.lora_path), getattr(lora_request, "is_3d_lora_weight", False)
+        adapter = (lora_request.lora_int_id, lora_request.lora_path, fused)
         try:
             stamp = _stamp(folder)
             if adapter not in self._seen:
-                self._seen[adapter] = stamp, _digest_of_files(folder)
+                self._seen[adapter] = stamp, _digest_of_files(folder, fused=fused)
         except OSError:
             return None
         known, digest = self._seen[adapter]
@@ -54,8 +63,9 @@ def _stamp(folder: Path) -> _Stamp:
     return tuple((name, about.st_ino, about.st_size, about.st_mtime_ns) for name, about in files)
 
 
-def _digest_of_files(folder: Path) -> bytes:
-    total = xxhash.xxh3_128()
+def _digest_of_files(folder: Path, *, fused: bool) -> bytes:
+    """`fused`: how vLLM is told that weights of experts are to be read."""
+    total = xxhash.xxh3_128(b"fused" if fused else b"")
     for path in _files(folder):
         total.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
@@ -65,4 +75,9 @@ def _digest_of_files(folder: Path) -> bytes:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_file())
+    """Those that vLLM reads; without some of them it would not load the adapter."""
+    found = sorted(path for path in folder.iterdir() if path.name.startswith(_READ) and path.is_file())
+    names = [path.name for path in found]
+    if _CONFIG not in names or not any(name.startswith(_WEIGHTS) for name in names):
+        raise FileNotFoundError(errno.ENOENT, "no adapter there", str(folder))
+    return found

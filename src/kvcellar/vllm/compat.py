@@ -26,6 +26,18 @@ def warn_if_untested() -> None:
         log.warning("KVCellar was tested with vLLM %s, not with %s", " and ".join(TESTED), vllm_version)
 
 
+def warn_if_open(config: VllmConfig) -> None:
+    """vLLM 0.32 takes whoever loads KV for one that is sent that of images, with their embeddings or without.
+    One that is sent embeddings takes them in any case.
+    """
+    images, sent = config.model_config.multimodal_config, getattr(config, "ec_transfer_config", None)
+    if getattr(images, "allow_missing_mm_embeddings", False) and not (sent and sent.is_ec_consumer):
+        log.warning(
+            "KVCellar: with a KV connector, this vLLM takes embeddings in place of images, as with "
+            "--enable-mm-embeds, and wrong ones may end it: let only those send requests whom you trust"
+        )
+
+
 def derive_hash_seed(config: VllmConfig) -> bool:
     """Whether kv_cache_utils.NONE_HASH, where every chain of hashes starts, now is what vLLM will derive.
 

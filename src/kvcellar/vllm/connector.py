@@ -187,7 +187,7 @@ class _Facade(KVConnectorBase_V1):
         return self._scheduler is not None and bool(self._scheduler.stores)
 
     def has_pending_block_frees(self) -> bool:
-        return self._scheduler is not None and bool(self._scheduler.stores)
+        return self._scheduler is not None and self._scheduler.stores.will_free_blocks()
 
     def reset_cache(self) -> bool | None:
         self._scheduler.new_generation()

@@ -63,9 +63,9 @@ class Copier:
         self._mover = mover
         self._writes = writes
         self._done = done  # None: nothing happened, which is so in most steps
-        self._loading = 0
+        self._loading = self._storing = 0
         self._forecast = Forecast(time.monotonic)
-        self._changed = threading.Condition()  # guards the three above
+        self._changed = threading.Condition()  # guards the four above
         self._just_begun = False  # this step has handed over loads, and none was under way before
         self._loads: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -87,6 +87,7 @@ class Copier:
                 self._forecast.begin(self._bytes_of(loads[0]))
                 self._just_begun = True
             self._loading += len(loads)
+            self._storing += len(stores)
         for job in loads:
             self._loads.put(_Task(job, after, give_up))
         for job in stores:
@@ -111,6 +112,16 @@ class Copier:
         with self._changed:
             done, self._done = self._done, None
         return done
+
+    def take_stores(self, seconds: float) -> Counter[int]:
+        """Where no step may come for long: the stores that are over, as soon as none is under way, or when
+        this time is. No step tells of them any more; of all else one will.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._storing, seconds)
+            done = self._done or Done()
+            stores, done.stores = done.stores, Counter()
+        return stores
 
     def _news(self) -> Done:
         """To be added to, under the lock."""
@@ -178,6 +189,8 @@ class Copier:
             good = self._store(tasks)
             moved = sum(self._bytes_of(task.job) for task in good)
             with self._changed:
+                self._storing -= len(tasks)
+                self._changed.notify_all()
                 done = self._news()
                 done.stores.update(task.job.id for task in tasks)
                 if self._writes:

@@ -5,8 +5,6 @@ know may keep state that we would not restore, and then there is no namespace an
 wrong one.
 """
 
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,12 +26,12 @@ from kvcellar.errors import BadRequest
 from kvcellar.identity import BlockHash, Group, Layer, Namespace, ParallelStrategy, default_chunk_tokens
 from kvcellar.vllm.compat import hash_block_tokens
 from kvcellar.vllm.metadata import TensorLayout
+from kvcellar.vllm.settings import digest, of_images
 from kvcellar.vllm.weights import weights_digest
 
 _LAYOUT_VERSION = 1
 # Any other may have KV that depends on more than the tokens before it.
 _DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
-_IMAGES = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate")
 
 
 class Unsupported(BadRequest):
@@ -96,16 +94,15 @@ def _weights(config: VllmConfig) -> str:
     """The configuration covers overrides and rope settings. Not which files or which commit of the model it
     is, nor that weights are drawn, come from elsewhere, or are quantized as they come; nor how long a prompt
     may be, which decides the rope (LongRoPE) or the attention (Llama 4) of some models; nor what the engine
-    has images made of: vLLM 0.26 hashes only what a request says of that.
+    makes of images.
     """
     model, load = config.model_config, config.load_config
     commit = _read_weights(config) or getattr(model.hf_config, "_commit_hash", None) or ""
-    more = {name: getattr(model.multimodal_config, name, None) for name in _IMAGES}
-    more |= {"loader": load.model_loader_extra_config, "weights": model.model_weights}
-    more |= {"quantization": model.quantization_config}
+    more = {"images": of_images(model.multimodal_config), "loader": load.model_loader_extra_config}
+    more |= {"weights": model.model_weights, "quantization": model.quantization_config}
     return (
         f"{model.revision or ''} {commit} {load.load_format} {model.dtype} up to {model.max_model_len} "
-        f"tokens {_digest(model.hf_config.to_dict())} {_digest(more)}"
+        f"tokens {digest(model.hf_config.to_dict())} {digest(more)}"
     )
 
 
@@ -151,6 +148,9 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
             raise Unsupported(f"{what} context parallelism is not supported yet")
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise Unsupported("calculate_kv_scales makes KV that depends on what the engine saw before")
+    beside = getattr(config, "aux_output_config", None)
+    if beside is not None and beside.enabled:  # of loaded ones it finds nothing, and the engine dies
+        raise Unsupported("enable_return_routed_experts is about tokens that are computed here")
     _read_weights(config)
 
 
@@ -210,9 +210,4 @@ def _draft_model(config: VllmConfig) -> str:
 def _describe(layouts: dict[str, str]) -> str:
     """The layouts that there are, for people, and which layer has which, as a digest."""
     kinds = "; ".join(sorted(set(layouts.values())))
-    return f"{kinds} {_digest(layouts)}"
-
-
-def _digest(described: dict[str, Any]) -> str:
-    text = json.dumps(described, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return f"{kinds} {digest(layouts)}"

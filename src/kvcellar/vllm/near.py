@@ -1,11 +1,17 @@
-"""Loads that are over, where both sides of the connector are in one process, as with a single GPU.
+"""What is over, where both sides of the connector are in one process, as with a single GPU.
 
 vLLM that schedules ahead handles what a worker reports one step later. Here the scheduler side asks for
-itself, when vLLM handles the step before, and adds what it finds to that. A load that it does not ask for
-within two steps is reported by the worker side, as anywhere else: each is told exactly once.
+itself which loads are over, when vLLM handles the step before, and adds what it finds to that. A load that it
+does not ask for within two steps is reported by the worker side, as anywhere else: each is told exactly once.
+
+Of stores it asks when steps may not come: an engine inside its caller's process makes none without requests.
+Then it may hear of a job twice, since the last step that was made may be handled before or after.
 
 Used by the engine's thread. Knows nothing of vLLM.
 """
+
+from collections import Counter
+from collections.abc import Callable
 
 _PATIENCE = 2  # steps
 
@@ -13,7 +19,8 @@ _PATIENCE = 2  # steps
 class Landed:
     """Of one engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, take_stores: Callable[[float], Counter[int]]) -> None:
+        self.take_stores = take_stores  # jobs that are over; waits so many seconds for the others
         self.is_asked = False  # there is a scheduler side here, and it asks
         self._waiting: dict[str, int] = {}  # by request: steps for which it was not fetched
 
@@ -45,9 +52,9 @@ class Landed:
 _engines: dict[str, Landed | None] = {}
 
 
-def open_landed(session: str) -> Landed:
+def open_landed(session: str, take_stores: Callable[[float], Counter[int]]) -> Landed:
     """For the worker side of an engine with one rank: others may not be done yet."""
-    landed = Landed()
+    landed = Landed(take_stores)
     _engines[session] = None if session in _engines else landed
     return landed
 

@@ -24,7 +24,7 @@ from kvcellar.client import AdminClient, Grant, SchedulerClient
 from kvcellar.errors import BadRequest, CellarError, StartupError
 from kvcellar.identity import SKIP, Namespace, block_range, plan_load
 from kvcellar.vllm.adapters import Adapters
-from kvcellar.vllm.compat import derive_hash_seed, hash_block_tokens, warn_if_untested
+from kvcellar.vllm.compat import derive_hash_seed, hash_block_tokens, warn_if_open, warn_if_untested
 from kvcellar.vllm.hashes import cover as hashes_cover
 from kvcellar.vllm.identity import check_supported, make_namespace
 from kvcellar.vllm.jobs import GroupCopy, Job
@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 
 NULL_BLOCK = 0
 _PROBE_S = 1.0
+# What stores under way may take when everything starts anew: that waits for an answer, and they take
+# milliseconds.
+_RESET_S = 1.0
 
 
 class SchedulerSide:
@@ -68,8 +71,9 @@ class SchedulerSide:
         self._greet(problem)
 
     def _greet(self, problem: str) -> None:
-        """Say at the engine's start, in one line, if there will be no cache."""
+        """Say at the engine's start what its owner should know, and in one line if there will be no cache."""
         warn_if_untested()
+        warn_if_open(self._config)
         try:
             check_supported(self._config, self._kv_cache_config)
         except BadRequest as error:
@@ -339,6 +343,10 @@ class SchedulerSide:
         """The weights changed in place: nothing stored so far is ours any more, but it stays for others."""
         self._generation = secrets.randbelow(1 << 31) + 1
         self.stores.drop_plans()
+        landed = landed_of(self._options.session)
+        if landed is not None:  # no step may come that tells of them, and vLLM resets when no block is held
+            for job_id, ranks in landed.take_stores(_RESET_S).items():
+                self.stores.answered(self._client, job_id, ranks)
         for tracked in self._requests.values():
             self._give_back(tracked)
             self._no_longer_expected(tracked)

@@ -8,6 +8,7 @@ may run. How many are held is bounded, and so is the wait for places.
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,6 +75,15 @@ class Stores:
     def __bool__(self) -> bool:
         """Whether blocks are held."""
         return bool(self._plans or self._stores)
+
+    def will_free_blocks(self) -> bool:
+        """Whether any of them is nobody else's: vLLM that is short of blocks then waits instead of taking
+        those of a request, which is in vain while requests have all that is held.
+        """
+        held = [block for plan in self._plans.values() for block in plan.all_blocks()]
+        held += itertools.chain.from_iterable(store.blocks for store in self._stores.values())
+        ours = Counter(block.block_id for block in held)
+        return any(block.ref_cnt == ours[block.block_id] for block in held)
 
     # -- asking for places ------------------------------------------------------------------------------
 
@@ -179,7 +189,9 @@ class Stores:
 
     def answered(self, client: SchedulerClient | None, job_id: int, ranks: int) -> None:
         """So many more ranks are done with a job, whether it went well or not."""
-        store = self._stores.pop(job_id)
+        store = self._stores.pop(job_id, None)
+        if store is None:
+            return  # heard of before, see near.py
         if store.ranks > ranks:
             self._stores[job_id] = store._replace(ranks=store.ranks - ranks)
             return

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections import Counter
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 # for a millisecond after such a step, and learns of a load that ends meanwhile that much later. New requests
 # wait as long.
 _IDLE_S, _SOON_S = 0.002, 0.005
+# Of a model's configuration, what makes vLLM allocate in pools that it may empty.
+_POOLED = ("enable_sleep_mode", "enable_cumem_allocator")
 
 
 class WorkerSide:
@@ -47,7 +50,7 @@ class WorkerSide:
         # vLLM handles a step only after the next one; where it does not tell, it is taken not to.
         self._ahead = getattr(config, "max_concurrent_batches", 1) > 1
         alone = config.parallel_config.world_size == 1
-        self._landed: Landed | None = open_landed(options.session) if alone else None
+        self._landed: Landed | None = open_landed(options.session, self.take_stores) if alone else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         try:
@@ -85,7 +88,10 @@ class WorkerSide:
         and page-locked, memory by then.
         """
         whole = self._config.parallel_config.pipeline_parallel_size == 1  # or others have layers too
-        if self._layout.problem or not whole or not derive_hash_seed(self._config):
+        # An engine that can sleep hands over its KV inside a memory pool, which sleep empties: what we
+        # allocate on the GPU now would be gone.
+        sleeps = any(getattr(self._config.model_config, name, False) for name in _POOLED)
+        if self._layout.problem or sleeps or not whole or not derive_hash_seed(self._config):
             return
         with contextlib.suppress(BadRequest):  # unsupported: the scheduler side says so
             self._use(
@@ -172,13 +178,21 @@ class WorkerSide:
     def finished_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose load is over, as far as this side has to tell, and those of them where it failed."""
         if self._copier is not None:
-            if self._idle:
+            # Engines of one MoE model take their steps together: those that compute would wait too.
+            if self._idle and self._config.parallel_config.data_parallel_size == 1:
                 self._copier.wait_for_a_load(_IDLE_S, _SOON_S, ahead=self._ahead)
             self._done = self._copier.take()
         loads, failed = (self._done.loads, self._done.failed) if self._done else (set(), set())
         if self._landed is not None and (loads or self._landed):
             loads = failed | self._landed.put(loads - failed)
         return loads, failed
+
+    def take_stores(self, seconds: float) -> Counter[int]:
+        """Those that the next steps would report. And those that the last one did: vLLM that schedules ahead
+        may not have handled it.
+        """
+        reported = self._done.stores if self._done is not None else Counter()
+        return reported + self._copier.take_stores(seconds) if self._copier is not None else reported
 
     def bad_blocks(self) -> set[int]:
         """Of the loads that were last reported."""

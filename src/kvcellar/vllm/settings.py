@@ -1,0 +1,67 @@
+"""vLLM's settings, as digests of text that is the same in every process and for every engine that has them.
+
+Knows vLLM's names and imports nothing of it.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvcellar.errors import BadRequest
+
+# Settings of images that do not decide what KV is. Any other does, also one that only a newer vLLM has.
+_SAME_KV = {
+    "interleave_mm_strings",  # how chats become tokens, which are hashed
+    "mm_encoder_fp8_scale_save_margin",  # of scales that this engine only writes down
+    "mm_encoder_fp8_scale_save_path",
+    "mm_hasher_algorithm",  # names images, and so keys
+    "mm_ipc_gpu_memory_gb",  # room outside the engine
+    "mm_processor_cache_gb",  # keeps what images were made into; see also hashes.py
+    "mm_processor_cache_type",
+    "mm_shm_cache_max_object_size_mb",
+    "mm_tensor_ipc",  # how they travel between processes
+    "skip_mm_profiling",  # how much memory the engine expects to need
+}
+_FILE = "mm_encoder_fp8_scale_path"  # what is in it counts, not where it is
+
+
+def of_images(config: Any) -> dict[str, Any]:
+    """What an engine makes of images and videos: vLLM 0.26 hashes only what a request says of that. `config`:
+    vLLM's MultiModalConfig, None for a model that takes none.
+    """
+    if config is None:
+        return {}
+    names = {field.name for field in dataclasses.fields(config)} - _SAME_KV
+    found = {name: getattr(config, name) for name in names}
+    if file := found.get(_FILE):
+        found[_FILE] = _contents(file)
+    return found
+
+
+@functools.cache  # the engine reads it once, too
+def _contents(file: str) -> str:
+    try:
+        return hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest()
+    except OSError as error:
+        raise BadRequest(f"{file} cannot be read: {error.strerror}") from error
+
+
+def digest(described: Mapping[str, Any]) -> str:
+    text = json.dumps(described, sort_keys=True, default=_plain)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """For what JSON has no word for."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))  # it has another order in every process
+    text = str(value)
+    if " at 0x" in text:  # where it is in this process
+        raise BadRequest(f"{text} among the settings has no name that other engines would know")
+    return text
