@@ -181,6 +181,29 @@ def test_what_is_brought_into_full_memory_goes_with_its_last_reader(cold, engine
     assert one.hit(8) == 8, "wanted twice: it stays"
 
 
+def test_one_pass_over_much_cold_kv_leaves_memory_as_it_was(cold, engine):
+    """More than memory holds, each prompt read once; what engines use stays but for a prompt or two."""
+    cold.wipe(memory="1MiB", hold_percent="100")
+    one = engine()
+    for seed in range(40):
+        one.store(8, seed)
+    cold.settled()
+    cold.forget()
+    fill_memory(one)
+    cold.settled()
+    [before] = cold.server.status().namespaces[0].groups
+    assert before.free == 0
+    brought = 0
+    for seed in range(40):
+        grant = one.bring(8, seed)
+        brought += grant.chunks
+        check(one, grant, seed)
+        eventually(lambda: cold.server.leases() == 0)
+    [after] = cold.server.status().namespaces[0].groups
+    assert brought > after.slots
+    assert after.left_by["evicted"] - before.left_by.get("evicted", 0) <= 16
+
+
 def test_memory_that_moves_to_another_namespace_is_unmapped(stopped_server, engine):
     """It is the server that mapped it, for write-back, and pages stay as long as anybody maps them."""
     cold = ColdServer(stopped_server).start(memory="1MiB", hold_percent="100", tier="memory://")

@@ -123,7 +123,7 @@ class Fetches:
             await asyncio.wait([growth], timeout=max(0.0, give_up - time.monotonic()))
         if shelf.get(fetch.key) is not None:
             return None  # an engine was faster
-        keeps = self.promotion.keeps(fetch.key, is_room=shelf.free_slots > 0)
+        keeps = self.promotion.keeps(fetch.key, is_room=shelf.has_room)
         return shelf.take(fetch.key, fetch.parent, temporary=not keeps)
 
     async def _read(self, fetch: Fetch, stripe: Stripe, sources: list[Tier], give_up: float) -> Tier | None:
