@@ -181,6 +181,21 @@ def test_what_is_brought_into_full_memory_goes_with_its_last_reader(cold, engine
     assert one.hit(8) == 8, "wanted twice: it stays"
 
 
+def test_what_is_brought_once_is_temporary_in_every_group(cold, engine):
+    """The same key in two groups is not a chunk that was brought twice."""
+    cold.wipe(memory="1MiB")
+    one = engine("hybrid")
+    one.store(8)
+    cold.settled()
+    fill_memory(one)
+    grant = one.bring(8)
+    assert grant.chunks == 8
+    check(one, grant)
+    eventually(lambda: cold.server.leases() == 0)
+    groups = cold.server.status().namespaces[0].groups
+    assert [group.left_by.get("temporary", 0) for group in groups] == [8, 2]
+
+
 def test_one_pass_over_much_cold_kv_leaves_memory_as_it_was(cold, engine):
     """More than memory holds, each prompt read once; what engines use stays but for a prompt or two."""
     cold.wipe(memory="1MiB", hold_percent="100")

@@ -82,7 +82,8 @@ def test_write_back_is_told_of_what_was_published_later_chunks_first(ledger, eng
 
 def test_what_is_brought_up_is_kept_where_there_is_room_or_when_it_comes_again():
     promotion = Promotion(size=2)
-    one, two, three, four = keys(4)
+    space = namespace().id
+    one, two, three, four = ((space, 0, key) for key in keys(4))
     assert promotion.keeps(one, is_room=True)
     assert not promotion.keeps(two, is_room=False)
     assert promotion.keeps(two, is_room=False)
@@ -90,3 +91,12 @@ def test_what_is_brought_up_is_kept_where_there_is_room_or_when_it_comes_again()
     assert not promotion.keeps(three, is_room=False)
     assert not promotion.keeps(four, is_room=False)
     assert not promotion.keeps(two, is_room=False), "forgotten: only so many are remembered"
+
+
+def test_the_same_key_in_another_group_or_namespace_comes_for_the_first_time():
+    promotion, [key] = Promotion(), keys(1)
+    mine, other = namespace().id, namespace(tenant="other").id
+    assert not promotion.keeps((mine, 0, key), is_room=False)
+    assert not promotion.keeps((mine, 1, key), is_room=False)
+    assert not promotion.keeps((other, 0, key), is_room=False)
+    assert promotion.keeps((mine, 0, key), is_room=False)
