@@ -11,6 +11,7 @@ import pytest
 
 from kvcellar.errors import ConfigError, StartupError
 from kvcellar.slab import PAGE
+from kvcellar.tiers.crate import Crate
 from kvcellar.tiers.disk import DiskEngine, open_disk
 from kvcellar.tiers.engine import EngineError
 from tests.server.engine import eventually
@@ -291,6 +292,59 @@ def test_an_index_that_cannot_be_read_somewhere_costs_the_slots_there(tmp_path, 
     for number in range(slots, slots + len(found)):
         again.write(name_of(number), buffer(4096, seed=number))
     assert {path.name for path in tmp_path.glob("crate-*")} == {"crate-0000.data", "crate-0000.index"}
+    again.close()
+
+
+def bad_sector(monkeypatch, call, at):
+    """One slot of a crate in which this cannot be done."""
+    really = getattr(Crate, call)
+
+    def but_for_one(crate, slot, view):
+        if (crate.number, slot) == at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return really(crate, slot, view)
+
+    monkeypatch.setattr(Crate, call, but_for_one)
+
+
+def test_a_slot_that_cannot_be_written_costs_one_write(tmp_path, monkeypatch):
+    engine = DiskEngine(tmp_path, 2 * MIB)
+    engine.write(name_of(0), buffer(5000, seed=0))
+    bad_sector(monkeypatch, "write", (0, 1))
+    with pytest.raises(EngineError, match="Input/output error"):
+        engine.write(name_of(1), buffer(5000, seed=1))
+    for number in range(1, 600):  # more than twice what fits: its turn does not come again
+        engine.write(name_of(number), buffer(5000, seed=number))
+    assert 599 in readable(engine, 600)
+    engine.check()
+    engine.close()
+
+
+def test_an_object_that_cannot_be_read_is_forgotten_and_can_be_written_again(tmp_path, monkeypatch):
+    engine = DiskEngine(tmp_path, 2 * MIB)
+    engine.write(name_of(0), buffer(5000, seed=0))
+    with monkeypatch.context() as patch:
+        bad_sector(patch, "read", (0, 0))
+        with pytest.raises(EngineError, match="Input/output error"):
+            engine.read(name_of(0), buffer(5000))
+    assert engine.exist([name_of(0)]) == [False]
+    assert not engine.read(name_of(0), buffer(5000))
+    engine.write(name_of(0), buffer(5000, seed=0))
+    assert readable(engine, 1) == [0]
+    engine.check()
+    engine.close()
+
+
+def test_an_object_that_cannot_be_read_is_not_found_again_after_a_restart(tmp_path, monkeypatch):
+    engine = DiskEngine(tmp_path, 2 * MIB)
+    for number in range(2):
+        engine.write(name_of(number), buffer(5000, seed=number))
+    bad_sector(monkeypatch, "read", (0, 0))
+    with pytest.raises(EngineError, match="Input/output error"):
+        engine.read(name_of(0), buffer(5000))
+    engine.close()
+    again = scanned(DiskEngine(tmp_path, 2 * MIB))
+    assert again.exist([name_of(0), name_of(1)]) == [False, True]
     again.close()
 
 

@@ -62,6 +62,7 @@ class Books:
         self._shapes: dict[int, CrateShape] = {}  # by number of crate
         self._busy: set[int] = set()  # numbers of crates that are being made or removed
         self._users: Counter[int] = Counter()  # by crate: slots being read or written
+        self._left: Counter[int] = Counter()  # by crate: slots that are not used, since they cannot be
         self._written = 0
         self._retry_at = 0.0
         self.refusal = ""  # why the file system gave no more, until it does
@@ -90,6 +91,12 @@ class Books:
         number = rack_of(place)
         self._users[number] -= 1
         self._classes[self._shapes[number].slot_bytes].free.append(place)
+
+    def leave(self, place: Place) -> None:
+        """A slot that was taken and cannot be written: not used any more, as long as this server runs."""
+        number = rack_of(place)
+        self._users[number] -= 1
+        self._left[number] += 1
 
     def publish(self, stripe: Stripe) -> None:
         stripe.ready = True
@@ -179,7 +186,8 @@ class Books:
         places = [stripe.place for stripe in self.index.values()]
         places += [place for sizes in self._classes.values() for place in sizes.free]
         assert len(set(places)) == len(places), "a slot in two hands"
-        assert len(places) == sum(shape.slots for shape in self._shapes.values()), "lost slots"
+        slots = sum(shape.slots for shape in self._shapes.values())
+        assert len(places) + self._left.total() == slots, "lost slots"
         files = sum(shape.file_bytes for shape in self._shapes.values())
         assert PAGE + files == self.used <= self.capacity, "bytes miscounted"
 
@@ -251,7 +259,7 @@ class Books:
         sizes.file_bytes -= shape.file_bytes
         if not sizes.crates:
             del self._classes[shape.slot_bytes]
-        del self._shapes[number]
+        del self._shapes[number], self._left[number]
         self._busy.add(number)
         return GiveUp(number, shape)
 

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -22,7 +23,7 @@ from kvcellar.identity import ChunkKey
 from kvcellar.ledger.stripe import Stripe
 from kvcellar.slab import PAGE, Place, place_of, rack_of, slot_of
 from kvcellar.tiers.books import Books, GiveUp, Grow
-from kvcellar.tiers.crate import MAX_NAME, Crate
+from kvcellar.tiers.crate import BAD_SECTOR, MAX_NAME, Crate
 from kvcellar.tiers.engine import Buffer, EngineError, Usage
 from kvcellar.tiers.folder import Folder
 
@@ -72,29 +73,25 @@ class DiskEngine:
         except OSError as error:
             with self._lock:
                 del self._books.index[digest]
-                self._books.give(place)
+                # A bad sector would be the next to be given out, and fail again, for ever.
+                (self._books.leave if error.errno in BAD_SECTOR else self._books.give)(place)
             raise self._trouble(error) from None
         with self._lock:
             self._books.publish(stripe)
 
     def read(self, name: str, target: Buffer) -> bool:
-        stripe = self._pin(name)
-        if stripe is None:
-            return False
-        crate, slot = self._crates[rack_of(stripe.place)], slot_of(stripe.place)
-        try:
+        with self._pinned(name) as found:
+            if found is None:
+                return False
+            stripe, crate, slot = found
             entry = crate.entry(slot)
             if entry is not None and entry[:2] != (name, target.size):
                 return False
             if entry is None or not crate.read(slot, target):
-                self.delete([name])  # somebody cut a file short, or wrote to it
+                self._discard(stripe, crate)  # somebody cut a file short, or wrote to it
                 return False
             target.header[:] = entry[2]
             return True
-        except OSError as error:
-            raise self._trouble(error) from None
-        finally:
-            self._unpin(stripe)
 
     def exist(self, names: Sequence[str]) -> list[bool]:
         self._check_open()
@@ -103,18 +100,10 @@ class DiskEngine:
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
-            stripe = self._pin(name)
-            if stripe is None:
-                continue
-            try:
-                self._crates[rack_of(stripe.place)].free(slot_of(stripe.place))
-            except OSError as error:
-                raise self._trouble(error) from None
-            finally:
-                with self._lock:
-                    if stripe.indexed:
-                        self._books.drop(stripe)
-                self._unpin(stripe)
+            with self._pinned(name) as found:
+                if found is not None:
+                    stripe, crate, _ = found
+                    self._discard(stripe, crate)
 
     def list(self) -> Iterator[tuple[str, int]]:
         with self._lock:
@@ -131,7 +120,8 @@ class DiskEngine:
             except OSError as error:
                 raise self._trouble(error) from None
             finally:
-                self._unpin(stripe)
+                with self._lock:
+                    self._books.unpin(stripe)
             if entry is not None:
                 yield entry[0], crate.shape.slot_bytes
 
@@ -159,14 +149,37 @@ class DiskEngine:
 
     # -- slots and crates -------------------------------------------------------------------------------
 
-    def _pin(self, name: str) -> Stripe | None:
+    @contextmanager
+    def _pinned(self, name: str) -> Iterator[tuple[Stripe, Crate, int] | None]:
+        """Where it is, if it is there: until this is over nobody writes there. Trouble with the disk becomes
+        an EngineError.
+        """
         with self._lock:
             self._check_open()
-            return self._books.pin(_digest(name))
+            stripe = self._books.pin(_digest(name))
+        if stripe is None:
+            yield None
+            return
+        crate = self._crates[rack_of(stripe.place)]
+        try:
+            yield stripe, crate, slot_of(stripe.place)
+        except OSError as error:
+            if error.errno in BAD_SECTOR:  # or every lookup would find it again, and none get it
+                with suppress(OSError):
+                    self._discard(stripe, crate)
+            raise self._trouble(error) from None
+        finally:
+            with self._lock:
+                self._books.unpin(stripe)
 
-    def _unpin(self, stripe: Stripe) -> None:
-        with self._lock:
-            self._books.unpin(stripe)
+    def _discard(self, stripe: Stripe, crate: Crate) -> None:
+        """By somebody who pins it: nobody finds it any more. The slot is free when nobody reads it."""
+        try:
+            crate.free(slot_of(stripe.place))
+        finally:
+            with self._lock:
+                if stripe.indexed:
+                    self._books.drop(stripe)
 
     def _take(self, slot_bytes: int) -> Place:
         for _ in range(_TRIES):
