@@ -20,7 +20,8 @@ from kvcellar.tiers.crate import CrateShape, fit_shape
 
 # A crate is a 64th of the disk, so that a new size finds its share soon, within these bounds.
 _SHARE, _SMALLEST, _LARGEST = 64, 256 << 10, 4 << 30
-# After the file system refused to give more: it is asked again, but not at every write.
+# After the file system refused to give more: it is asked again, but not at every write. Nor does more than
+# one crate go in that time to make room in it, or writes would empty the disk while others fill it.
 _RETRY_S = 5.0
 
 
@@ -65,7 +66,9 @@ class Books:
         self._left: Counter[int] = Counter()  # by crate: slots that are not used, since they cannot be
         self._written = 0
         self._retry_at = 0.0
-        self.refusal = ""  # why the file system gave no more, until it does
+        self._sacrifice_at = 0.0  # when another crate may go because the file system is full
+        self._is_full = False  # why the file system gave no more: others took the space
+        self.refusal = ""  # the same in words, until it gives more
 
     # -- slots ------------------------------------------------------------------------------------------
 
@@ -166,12 +169,14 @@ class Books:
         self._add(step.number, step.shape)
         self._add_free(step.number, reversed(range(step.shape.slots)))
 
-    def not_grown(self, step: Grow, why: str) -> bool:
-        """The file system gave no more. Is there anything to evict instead?"""
+    def not_grown(self, step: Grow, why: str, *, is_full: bool) -> bool:
+        """The file system gave no more; `is_full`: it would, if there were space. Is there anything to evict
+        instead?
+        """
         self._busy.discard(step.number)
         self.used -= step.shape.file_bytes
         self._retry_at = self._clock() + _RETRY_S
-        self.refusal = why
+        self.refusal, self._is_full = why, is_full
         sizes = self._sizes(step.shape.slot_bytes)
         sizes.growing = False
         return bool(sizes.crates)
@@ -179,6 +184,7 @@ class Books:
     def removed(self, step: GiveUp) -> None:
         self._busy.discard(step.number)
         self.used -= step.shape.file_bytes
+        self._retry_at = 0.0  # now there is space again, and somebody waits for it
 
     def check(self) -> None:
         """Do they balance? When nobody is reading, writing or scanning."""
@@ -231,7 +237,13 @@ class Books:
                 sizes.growing = True
                 return Grow(number, shape)
         victim = self._victim(sizes)
-        return None if victim is None else self._give_up(victim)
+        if victim is None:
+            return None
+        if self._clock() < self._retry_at:
+            if not self._is_full or self._clock() < self._sacrifice_at:
+                return None
+            self._sacrifice_at = self._clock() + _RETRY_S
+        return self._give_up(victim)
 
     def _victim(self, sizes: SizeClass) -> int | None:
         """A crate of another size that has more than its share, while this one has less than half; or of a

@@ -8,6 +8,7 @@ is never given away. What an earlier server left is found again by a thread whil
 it is a miss. What to evict, and which size gets how much of the disk, is decided in books.py.
 """
 
+import errno
 import hashlib
 import logging
 import threading
@@ -207,7 +208,8 @@ class DiskEngine:
         except OSError as error:
             log.warning("%s: no new crate: %s", self._folder.path, error.strerror)
             with self._lock:
-                can_evict = self._books.not_grown(step, error.strerror or str(error))
+                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                can_evict = self._books.not_grown(step, error.strerror or str(error), is_full=is_full)
                 self._lock.notify_all()
             if not can_evict:
                 raise self._trouble(error) from None
