@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import resource
 import subprocess
 import threading
 from pathlib import Path
@@ -346,6 +347,40 @@ def test_an_object_that_cannot_be_read_is_not_found_again_after_a_restart(tmp_pa
     again = scanned(DiskEngine(tmp_path, 2 * MIB))
     assert again.exist([name_of(0), name_of(1)]) == [False, True]
     again.close()
+
+
+def test_what_cannot_be_opened_now_is_kept_for_later(tmp_path):
+    """Too many open files: no reason to delete any of them."""
+    engine = DiskEngine(tmp_path, 8 * MIB)
+    for number in range(900):
+        engine.write(name_of(number), buffer(5000, seed=number))
+    found = readable(engine, 900)
+    engine.close()
+    before = {path.name for path in tmp_path.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, limits[1]))
+    try:
+        with pytest.raises(EngineError, match="Too many open files"):
+            DiskEngine(tmp_path, 8 * MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert {path.name for path in tmp_path.iterdir()} == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == used
+    again = scanned(DiskEngine(tmp_path, 8 * MIB))
+    assert readable(again, 900) == found
+    again.close()
+
+
+def test_a_folder_that_is_refused_is_let_go(tmp_path):
+    """What cannot be removed is said; and not that another server uses the folder, when it is tried again."""
+    DiskEngine(tmp_path, 2 * MIB).close()
+    (tmp_path / "crate-0003.data").mkdir()
+    for _ in range(2):
+        with pytest.raises(StartupError, match=r"cannot remove crate 3 .*delete it by hand"):
+            DiskEngine(tmp_path, 2 * MIB)
+    (tmp_path / "crate-0003.data").rmdir()
+    DiskEngine(tmp_path, 2 * MIB).close()
 
 
 def test_an_unfinished_crate_is_removed_and_other_files_are_not(tmp_path):

@@ -258,12 +258,16 @@ def test_close_waits_for_nobody(run):
 
 def test_wrong_settings_are_refused_at_the_start_and_an_absent_engine_is_not():
     async def test():
+        asked = []
+
         def refuse():
+            asked.append("once")
             raise StartupError("no such bucket; make it")
 
         refused = Tier("test", refuse)
         with pytest.raises(StartupError, match="make it"):
             await refused.start(5.0)
+        assert asked == ["once"]
         refused.close()
 
         clock = Clock()

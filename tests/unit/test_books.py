@@ -1,4 +1,4 @@
-"""The books of a disk: what goes, and how much of it, when a file system gives no more. Nothing here is a file."""
+"""The books of a disk: what goes, and how much of it, when a file system gives no more. No files."""
 
 import pytest
 

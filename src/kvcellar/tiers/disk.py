@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from kvcellar.config import parse_bytes
-from kvcellar.errors import ConfigError, Corrupt, StartupError
+from kvcellar.errors import ConfigError, Corrupt
 from kvcellar.identity import ChunkKey
 from kvcellar.ledger.stripe import Stripe
 from kvcellar.slab import PAGE, Place, place_of, rack_of, slot_of
@@ -38,17 +38,21 @@ class DiskEngine:
     def __init__(
         self, folder: Path, capacity: int | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Raises StartupError for a folder or a size that will not do."""
+        """Raises StartupError for a folder or a size that will not do, EngineError if what is there cannot
+        be opened now.
+        """
         self._folder = Folder(folder)
-        try:
-            self._books = Books(self._folder.check_size(capacity), clock)
-        except StartupError:
-            self._folder.close()
-            raise
         self._lock = threading.Condition()  # guards the three below; told of when a crate was made
         self._crates: dict[int, Crate] = {}
         self._closed = False
-        found = self._adopt()
+        try:
+            self._books = Books(self._folder.check_size(capacity), clock)
+            found = self._adopt()
+        except Exception:  # whoever tries again finds it as it was
+            for crate in self._crates.values():
+                crate.close()
+            self._folder.close()
+            raise
         self._books.scanning = bool(found)
         threading.Thread(target=self._scan, args=(found,), name="kvcellar-disk-scan", daemon=True).start()
 
@@ -232,7 +236,9 @@ class DiskEngine:
     # -- what an earlier server left --------------------------------------------------------------------
 
     def _adopt(self) -> Sequence[Crate]:
-        """Open its crates; what is torn, or does not fit any more, is removed."""
+        """Open its crates; what is torn, or does not fit any more, is removed. What cannot be opened may be
+        as good as ever: too many files may be open, or somebody has changed a permission.
+        """
         for number in self._folder.crate_numbers():
             try:
                 crate = Crate.open(self._folder.path, number)
@@ -240,6 +246,8 @@ class DiskEngine:
                     crate.close()
                     raise Corrupt(f"crate {number} does not fit into {self._books.capacity} bytes any more")
             except (OSError, Corrupt) as error:
+                if isinstance(error, OSError) and error.errno not in BAD_SECTOR:
+                    raise EngineError(f"{self._folder.path}: crate {number}: {error.strerror}") from None
                 log.warning("%s: not adopted: %s", self._folder.path, error)
                 self._folder.remove_crate(number)
                 continue

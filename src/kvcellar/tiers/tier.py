@@ -267,8 +267,11 @@ class Tier:
         for attempt in range(_ATTEMPTS):
             try:
                 call.result = call.work(self._get_engine())
-            except (EngineError, StartupError) as error:
+            except EngineError as error:
                 call.error = str(error)
+            except StartupError as error:  # that will be no better a moment later
+                call.error = str(error)
+                return
             except Exception as error:  # engines of others may break in any way
                 call.error = f"{type(error).__name__}: {error}"
                 log.exception("%s: the engine broke", self.label)
