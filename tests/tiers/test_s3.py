@@ -1,6 +1,9 @@
 """A real S3 server (SeaweedFS): what it must do, and every way it can fail."""
 
 import contextlib
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import obstore
@@ -9,7 +12,7 @@ from obstore.store import S3Store
 
 from kvcellar.errors import ConfigError, EngineError
 from kvcellar.tiers.s3 import S3Engine, open_s3
-from tests.server.engine import eventually
+from tests.server.engine import PATIENCE, eventually
 from tests.tiers.conformance import MIB, buffer, name_of
 from tests.tiers.gate import Gate
 from tests.tiers.remote import NAME, RemoteConformance, answers, every_call, round_trip
@@ -162,6 +165,39 @@ def test_no_keys_at_all_are_said(opened, monkeypatch):
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")  # where machines of a cloud have theirs
     with pytest.raises(EngineError, match="no keys were found; see AWS_ACCESS_KEY_ID"):
         opened(timeout="1")
+
+
+ASK_AND_END = """
+import sys, threading
+from datetime import timedelta
+from obstore.store import S3Store
+from kvcellar.tiers.s3 import S3Engine
+
+patient = {"allow_http": True, "timeout": timedelta(hours=1)}
+store = S3Store("bucket", endpoint=sys.argv[1], region="us-east-1", client_options=patient)
+engine = S3Engine(store, "", 3600.0)
+threading.Thread(target=engine.exist, args=[["a0/b0-0-0", "a0/b1-0-0"]], daemon=True).start()
+input()
+"""
+
+
+def test_an_endpoint_that_hangs_does_not_keep_a_process_that_ends(seaweedfs):
+    with Gate(seaweedfs.port) as gate:
+        gate.hold()
+        command = [sys.executable, "-c", ASK_AND_END, f"http://127.0.0.1:{gate.port}"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
+            eventually(lambda: gate.requests >= 2)
+            try:
+                process.communicate("\n", timeout=PATIENCE)
+            finally:
+                process.kill()
+        assert process.returncode == 0
+
+
+def test_an_engine_that_could_not_be_opened_leaves_no_threads(opened):
+    with pytest.raises(EngineError):
+        opened(port=1)
+    eventually(lambda: not [one for one in threading.enumerate() if "s3-head" in one.name])
 
 
 def test_nobody_there_is_said(opened):
