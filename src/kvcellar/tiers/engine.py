@@ -12,7 +12,11 @@ from typing import NamedTuple, Protocol
 from kvcellar.errors import EngineError
 from kvcellar.identity import ChunkKey, NamespaceId
 
-__all__ = ["Buffer", "Engine", "EngineError", "Usage", "object_name"]
+__all__ = ["Buffer", "Engine", "EngineError", "PartlyAway", "Usage", "object_name"]
+
+
+class PartlyAway(EngineError):
+    """What this name needs is away, and other names are served: no reason to leave the tier alone."""
 
 
 class Buffer(NamedTuple):

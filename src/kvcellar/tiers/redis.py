@@ -15,13 +15,13 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
-from kvcellar.tiers.engine import Buffer, EngineError
-from kvcellar.tiers.redis_nodes import Login, Node, Nodes, explain
+from kvcellar.tiers.engine import Buffer, EngineError, PartlyAway
+from kvcellar.tiers.redis_nodes import Login, Node, NodeAway, Nodes, explain
 from kvcellar.tiers.redis_wire import Redirect, Wire
 from kvcellar.tiers.remote import TIMEOUT_S, Address, Options, addresses
 
@@ -78,10 +78,11 @@ class RedisEngine:
             return found
 
     def exist(self, names: Sequence[str]) -> list[bool]:
+        """What a node has that is away is not there."""
         keys = [self._key(name) for name in names]
         with _Call(self._nodes, self._timeout_s) as call:
             asked = [_Command(key, _sender(b"EXISTS", key), Wire.integer) for key in keys]
-            return [count > 0 for count in call.run(asked, _SMALL_IN_FLIGHT)]
+            return [bool(count) for count in call.run_apart(asked)]
 
     def delete(self, names: Sequence[str]) -> None:
         """The envelope goes first: then nobody finds it any more."""
@@ -149,8 +150,10 @@ class _Call:
     ) -> None:
         # Each node's connection sees the exception: its own becomes an EngineError, unclean ones are closed.
         if kind is not None:
-            self._nodes.is_outdated()
+            self._nodes.fetch_soon()
         self._stack.__exit__(kind, error, trace)
+        if isinstance(error, NodeAway) and self._nodes.some_answer:
+            raise PartlyAway(str(error)) from None
 
     def run(self, commands: Iterable[_Command], in_flight: int = _IN_FLIGHT) -> list[Any]:
         """Send them ahead of their replies, which come in the same order."""
@@ -180,6 +183,62 @@ class _Call:
             results[index] = self._follow(command, redirect)
         return results
 
+    def run_apart(self, commands: Sequence[_Command]) -> list[Any]:
+        """The same for small commands, but a node that fails costs its own alone: they have the result None.
+        Raises if every node failed that was asked.
+        """
+        results: list[Any] = [None] * len(commands)
+        failures: list[EngineError] = []
+        for first in range(0, len(commands), _SMALL_IN_FLIGHT):
+            numbers = range(first, min(first + _SMALL_IN_FLIGHT, len(commands)))
+            self._run_apart(commands, numbers, results, failures)
+        if failures:
+            self._nodes.fetch_soon()
+            if all(result is None for result in results):
+                raise failures[0]
+        return results
+
+    def _run_apart(
+        self, commands: Sequence[_Command], numbers: range, results: list[Any], failures: list[EngineError]
+    ) -> None:
+        by_node: dict[Node, list[int]] = {}
+        redirected: list[tuple[int, Redirect]] = []
+        for number in numbers:
+            with self._noted(failures):
+                node = self._nodes.of_key(commands[number].key, self._deadline)
+                by_node.setdefault(node, []).append(number)
+        asked = []
+        for node, its in by_node.items():
+            with self._noted(failures, node):
+                for number in its:
+                    self._send(commands[number], node)
+                self._flush(node)
+                asked.append(node)
+        for place, node in enumerate(asked):
+            wire, now = self._wires[node], time.monotonic()
+            # The first to be silent must not use up the time in which the others are heard.
+            wire.deadline = now + (self._deadline - now) / (len(asked) - place)
+            with self._noted(failures, node):
+                for number in by_node[node]:
+                    try:
+                        results[number] = self._receive(commands[number], node)
+                    except Redirect as elsewhere:
+                        redirected.append((number, elsewhere))
+            wire.deadline = self._deadline
+        for number, redirect in redirected:
+            with self._noted(failures):
+                results[number] = self._follow(commands[number], redirect)
+
+    @contextmanager
+    def _noted(self, failures: list[EngineError], node: Node | None = None) -> Iterator[None]:
+        """What fails is no more than a note."""
+        try:
+            yield
+        except EngineError as error:
+            failures.append(error)
+            if node is not None:
+                self._wires.pop(node, None)  # late replies would be taken for those to what is asked next
+
     def ask(self, node: Node, receive: Callable[[Wire], Any], *words: bytes) -> Any:
         """Something that is not about a key."""
         command = _Command(b"", _sender(*words), receive)
@@ -194,18 +253,20 @@ class _Call:
 
     def _receive(self, command: _Command, node: Node) -> Any:
         with node.guard():
-            return command.receive(self._wires[node])
+            found = command.receive(self._wires[node])
+        node.heard_at = time.monotonic()
+        return found
 
-    def _flush(self) -> None:
-        for node, wire in self._wires.items():
+    def _flush(self, *nodes: Node) -> None:
+        for node in nodes or self._wires:
             with node.guard():
-                wire.flush()
+                self._wires[node].flush()
 
     def _follow(self, command: _Command, redirect: Redirect) -> Any:
         if not self._nodes.is_cluster:
             raise EngineError(explain(str(redirect)))
         for _ in range(_MAX_REDIRECTS):
-            self._nodes.is_outdated()
+            self._nodes.fetch_soon()
             host, port = redirect.address
             asked = self._nodes.of_key(command.key, self._deadline)
             node = self._nodes.at(Address(host or asked.address.host, port))

@@ -24,6 +24,12 @@ from kvcellar.tiers.remote import Address, Secret
 
 # How long a node that timed out is not asked again, and how often the map of slots is fetched at most.
 _REST_S = 1.0
+# Who answered so lately is there.
+_LATELY_S = 10.0
+
+
+class NodeAway(EngineError):
+    """This node, and perhaps no other, cannot be reached."""
 
 
 class Login(CredentialProvider):
@@ -55,12 +61,13 @@ class Node:
         )
         self._suspicion = "is it overloaded or stopped" + ("?" if tls is None else ", or without TLS?")
         self.failed_at = float("-inf")
+        self.heard_at = float("-inf")  # when it answered last, unless it has failed since
 
     @contextmanager
     def connection(self, deadline: float) -> Iterator[Wire]:
         """One that is not left clean is closed and never used again: a reply may still be on its way."""
         if time.monotonic() - self.failed_at < _REST_S:
-            raise EngineError(f"{self.address} did not answer a moment ago")
+            raise NodeAway(f"{self.address} did not answer a moment ago")
         with self.guard():
             connection = self._pool.get_connection()
         wire = None
@@ -68,7 +75,7 @@ class Node:
             # Not public: so redis-py is pinned to one major version, and a test holds it to this.
             sock = connection._get_socket()
             if sock is None:
-                raise EngineError(f"{self.address} closed the connection")
+                raise NodeAway(f"{self.address} closed the connection")
             wire = Wire(sock, deadline)
             yield wire
         finally:
@@ -84,10 +91,13 @@ class Node:
         except Redirect:
             raise
         except (TimeoutError, redis.TimeoutError):
-            self.failed_at = time.monotonic()
-            raise EngineError(f"{self.address} did not answer in time; {self._suspicion}") from None
-        except (redis.RedisError, ReplyError, WireError, OSError, ValueError) as error:
+            self.failed_at, self.heard_at = time.monotonic(), float("-inf")
+            raise NodeAway(f"{self.address} did not answer in time; {self._suspicion}") from None
+        except ReplyError as error:
             raise EngineError(f"{self.address}: {explain(str(error))}") from None
+        except (redis.RedisError, WireError, OSError, ValueError) as error:
+            self.heard_at = float("-inf")
+            raise NodeAway(f"{self.address}: {explain(str(error))}") from None
 
     def close(self) -> None:
         self._pool.disconnect()
@@ -117,8 +127,8 @@ class Nodes:
         slot = key_slot(key) if self.is_cluster else 0
         address = slots[slot]
         if address is None:
-            self.is_outdated()
-            raise EngineError(self.uncovered())
+            self.fetch_soon()
+            raise NodeAway(self.uncovered())
         return self.at(address)
 
     def at(self, address: Address) -> Node:
@@ -132,9 +142,15 @@ class Nodes:
     def masters(self, deadline: float) -> list[Node]:
         return [self.at(address) for address in sorted({one for one in self._map(deadline) if one})]
 
-    def is_outdated(self) -> None:
-        """Somebody met a node that is gone or has moved: fetch the map anew, soon."""
+    def fetch_soon(self) -> None:
+        """Somebody met a node that is gone or has moved: the map is fetched anew."""
         self._is_old = self.is_cluster
+
+    @property
+    def some_answer(self) -> bool:
+        now = time.monotonic()
+        with self._lock:
+            return any(now - node.heard_at < _LATELY_S for node in self._nodes.values())
 
     def uncovered(self) -> str:
         """A sentence about slots that no node has, or nothing."""

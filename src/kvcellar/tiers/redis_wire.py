@@ -46,7 +46,7 @@ class Wire:
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         self._sock = sock
-        self._deadline = deadline
+        self.deadline = deadline
         self._outgoing = bytearray()
         self._received = bytearray(16 << 10)
         self._scratch = memoryview(self._received)
@@ -214,7 +214,7 @@ class Wire:
         return count
 
     def _left(self) -> float:
-        left = self._deadline - time.monotonic()
+        left = self.deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
         return left

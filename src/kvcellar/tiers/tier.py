@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from kvcellar.errors import EngineError, StartupError
 from kvcellar.tiers.breaker import Breaker
 from kvcellar.tiers.crew import Crew
-from kvcellar.tiers.engine import Buffer, Engine, Usage
+from kvcellar.tiers.engine import Buffer, Engine, PartlyAway, Usage
 from kvcellar.tiers.meter import Meter
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ class _Call(Generic[T]):
         self.result = failed
         self.give_up = give_up  # clock time after which nobody wants it
         self.error: str | None = None
+        self.others_work = False  # it failed for the sake of this name alone
         self.is_trial = not breaker.is_closed  # whether an open breaker may close again
         self.made = False
         self.started = 0.0
@@ -268,12 +269,12 @@ class Tier:
             try:
                 call.result = call.work(self._get_engine())
             except EngineError as error:
-                call.error = str(error)
+                call.error, call.others_work = str(error), isinstance(error, PartlyAway)
             except StartupError as error:  # that will be no better a moment later
-                call.error = str(error)
+                call.error, call.others_work = str(error), False
                 return
             except Exception as error:  # engines of others may break in any way
-                call.error = f"{type(error).__name__}: {error}"
+                call.error, call.others_work = f"{type(error).__name__}: {error}", False
                 log.exception("%s: the engine broke", self.label)
                 return
             else:
@@ -308,6 +309,10 @@ class Tier:
             if not call.breaker.is_closed:
                 log.warning("%s is back", self.label)
             call.breaker.success()
+        elif call.others_work:
+            self.stats.counts["errors"] += 1
+            if call.is_trial:
+                call.breaker.no_verdict()
         else:
             self.stats.counts["errors"] += 1
             self._fail(call.breaker, call.error, at_once=self._engine is None)
