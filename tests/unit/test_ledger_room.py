@@ -216,54 +216,6 @@ def test_aborted_stripe_makes_room_again(small):
     assert small.reserve([X, Y, Z]).chunks == 3
 
 
-def bring(shelf, key) -> None:
-    """Read once from a tier, as a server does with what it will not keep."""
-    stripe = shelf.take(key, None, temporary=True)
-    shelf.publish([stripe])
-    shelf.remove(stripe, "temporary")
-
-
-def test_a_place_that_was_vacated_is_no_room(small):
-    """Or one pass over cold KV would evict everybody: each leaves a place in which the next one stays."""
-    [shelf] = small.room.shelves
-    assert shelf.has_room
-    small.store([A, B, C, D])
-    assert not shelf.has_room
-    for key in (X, Y, Z):
-        bring(shelf, key)
-        assert (shelf.free_slots, shelf.has_room) == (1, False)
-    assert shelf.left_by == {"evicted": 1, "temporary": 3}
-
-
-def test_a_place_for_what_could_not_be_read_after_all_is_no_room_either(small):
-    [shelf] = small.room.shelves
-    small.store([A, B, C, D])
-    shelf.remove(shelf.take(X, None, temporary=True), "aborted")
-    assert (shelf.free_slots, shelf.has_room) == (1, False)
-
-
-def test_what_others_leave_is_room_beside_vacated_places(small):
-    [shelf] = small.room.shelves
-    small.store([A, B, C, D])
-    bring(shelf, X)
-    read = small.lookup([A])
-    small.ledger.condemn(small.session, 0, read.lease, 0, 0)
-    small.release(read)
-    assert (shelf.free_slots, shelf.has_room) == (2, True)
-    small.store([Y])
-    assert (shelf.free_slots, shelf.has_room) == (1, False)
-    small.store([Z])
-    assert (shelf.free_slots, shelf.has_room) == (0, False)
-
-
-def test_after_a_clear_every_place_is_room(small):
-    [shelf] = small.room.shelves
-    small.store([A, B, C, D])
-    bring(shelf, X)
-    shelf.clear()
-    assert (shelf.free_slots, shelf.has_room) == (4, True)
-
-
 def test_tables_say_free_writing_and_ready_before_anybody_is_told(small):
     table = small.room.shelves[0].tables[0]
     write = small.reserve([A, B])
