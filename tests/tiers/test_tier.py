@@ -195,6 +195,26 @@ def test_an_engine_that_breaks_in_any_way_is_an_engine_that_fails(run):
     run(test)
 
 
+def test_a_question_that_fails_or_is_never_put_does_not_count_as_an_answers_time(run):
+    """Engines would take the tier for slow, and never wait for it again."""
+
+    async def test(rig):
+        await rig.tier.exist([name_of(1)])
+        usual = rig.tier.stats.latency_s
+        assert usual > 0
+        await rig.down()
+        await rig.tier.exist([name_of(1)])
+        assert rig.tier.stats.counts["errors"] == 3
+        assert rig.tier.stats.counts["skipped"] == 1
+        assert rig.tier.stats.latency_s == usual
+        rig.engine.error = None
+        rig.clock.ahead += PAUSE_S
+        await rig.tier.exist([name_of(1)])
+        assert rig.tier.stats.latency_s != usual
+
+    run(test)
+
+
 def test_a_call_that_hangs_opens_the_breaker_and_holds_its_buffer_until_it_returns(run):
     async def test(rig):
         await rig.tier.write(name_of(1), buffer(10, seed=1))
