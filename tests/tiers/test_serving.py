@@ -155,6 +155,23 @@ def test_several_that_wait_for_the_same_cause_one_read(cold, engine):
     assert cold.tier().counts["hits"] == 50
 
 
+def test_who_joins_a_read_has_time_of_his_own(gate, stopped_server, engine):
+    """The first gives up while some of what both wait for is not begun."""
+    cold = ColdServer(stopped_server).start()
+    one, other = engine(session="one"), engine(session="other")
+    one.store(40)
+    cold.settled()
+    cold.forget()
+    (gate / "slow").write_text("8000")  # bytes a second: half a second an object and thread
+    grants = [
+        each.scheduler.lookup(keys(40), PATIENCE, wait) for each, wait in ((one, 0.3), (other, PATIENCE))
+    ]
+    one.give_back(one.wait_for(grants[0]))
+    brought = other.wait_for(grants[1])
+    assert brought.chunks == 40
+    check(other, brought)
+
+
 def fill_memory(engine):
     """Push everything else out of a memory of 1 MiB."""
     for seed in range(100, 108):

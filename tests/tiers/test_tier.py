@@ -254,13 +254,33 @@ def test_what_nobody_wants_any_more_is_not_begun(run):
         stuck = [rig.tier.exist([name_of(n)]) for n in range(HANDS)]
         while rig.engine.calls < HANDS:
             await asyncio.sleep(0.001)
-        late = rig.tier.read(name_of(1), buffer(10), intact, give_up=rig.clock() + 1)
+        give_up = rig.clock() + 1
+        late = rig.tier.read(name_of(1), buffer(10), intact, lambda: give_up)
         rig.clock.ahead += 2
         rig.engine.gate.set()
         assert not await late
         await asyncio.gather(*stuck)
         assert rig.engine.calls == HANDS
         assert rig.tier.state == ("up", "")
+
+    run(test)
+
+
+def test_what_somebody_with_more_time_joined_is_begun(run):
+    async def test(rig):
+        await rig.tier.write(name_of(1), buffer(10, seed=1))
+        rig.engine.gate.clear()
+        rig.engine.calls = 0
+        stuck = [rig.tier.exist([name_of(n)]) for n in range(HANDS)]
+        while rig.engine.calls < HANDS:
+            await asyncio.sleep(0.001)
+        give_up = rig.clock() + 1
+        joined = rig.tier.read(name_of(1), buffer(10), intact, lambda: give_up)
+        give_up += 60
+        rig.clock.ahead += 2
+        rig.engine.gate.set()
+        assert await joined
+        await asyncio.gather(*stuck)
 
     run(test)
 

@@ -53,6 +53,7 @@ class Fetch:
         self.key = key
         self.parent = parent
         self.waiting: set[Wait] = set()
+        self.give_up = 0.0  # when the last of all that ever waited does: on the monotonic clock
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     @property
@@ -93,9 +94,10 @@ class Fetches:
                 return self._hold(wait, shelf, stripe) if stripe.ready else None  # an engine is writing it
             parent = wait.keys[chunk - 1] if chunk else None
             fetch = self._running[at] = Fetch(goods, group, key, parent)
-            task = asyncio.create_task(self._run(fetch, sources, wait.deadline))
+            task = asyncio.create_task(self._run(fetch, sources))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        fetch.give_up = max(fetch.give_up, wait.deadline)
         fetch.waiting.add(wait)
         wait.fetches.add(fetch)
         return asyncio.shield(fetch.done)
@@ -107,12 +109,12 @@ class Fetches:
         held.set_result(True)
         return held
 
-    async def _run(self, fetch: Fetch, sources: list[Tier], give_up: float) -> None:
+    async def _run(self, fetch: Fetch, sources: list[Tier]) -> None:
         stripe = source = None
         try:
-            stripe = await self._take(fetch, give_up)
+            stripe = await self._take(fetch)
             if stripe is not None:
-                source = await self._read(fetch, stripe, sources, give_up)
+                source = await self._read(fetch, stripe, sources)
         except (OSError, Corrupt) as error:  # a slab that cannot be mapped: nobody has begun to write to it
             log.warning("cannot bring up an object: %s", error)
         # Not in a `finally`: when the server ends, a thread may still be writing to the place.
@@ -121,21 +123,24 @@ class Fetches:
             self._settle(fetch, stripe, source)
         fetch.done.set_result(source is not None)
 
-    async def _take(self, fetch: Fetch, give_up: float) -> Stripe | None:
+    async def _take(self, fetch: Fetch) -> Stripe | None:
         shelf, room = fetch.shelf, fetch.goods.room
         growth = self._steward.grow(room, fetch.group, 1)
         if growth is not None:
-            await asyncio.wait([growth], timeout=max(0.0, give_up - time.monotonic()))
+            await asyncio.wait([growth], timeout=max(0.0, fetch.give_up - time.monotonic()))
         if shelf.get(fetch.key) is not None:
             return None  # an engine was faster
         keeps = self.promotion.keeps(fetch.at, is_room=shelf.has_room)
         return shelf.take(fetch.key, fetch.parent, temporary=not keeps)
 
-    async def _read(self, fetch: Fetch, stripe: Stripe, sources: list[Tier], give_up: float) -> Tier | None:
+    async def _read(self, fetch: Fetch, stripe: Stripe, sources: list[Tier]) -> Tier | None:
         """The tier that had all of it. Returns only when no thread writes to the place any more."""
         objects = self.objects.of_stripe(fetch.goods, fetch.group, fetch.key, stripe.place)
         for tier in sources:
-            reads = [tier.read(one.name, one.buffer, one.seal.checker(fetch.key), give_up) for one in objects]
+            reads = [
+                tier.read(one.name, one.buffer, one.seal.checker(fetch.key), lambda: fetch.give_up)
+                for one in objects
+            ]
             if all(await asyncio.gather(*reads)):
                 return tier
         return None

@@ -38,6 +38,9 @@ _WATCH_S = 0.5
 _CLOSE_S = 1.0
 
 T = TypeVar("T")
+# Clock time after which nobody wants the answer. Asked for by the thread that could begin: others may have
+# joined by then who have more time.
+GiveUp = Callable[[], float]
 
 
 class Stats:
@@ -57,12 +60,12 @@ class _Call(Generic[T]):
     """One question on its way through a thread."""
 
     def __init__(
-        self, breaker: Breaker, work: Callable[[Engine], T], failed: T, give_up: float | None
+        self, breaker: Breaker, work: Callable[[Engine], T], failed: T, give_up: GiveUp | None
     ) -> None:
         self.breaker = breaker
         self.work = work
         self.result = failed
-        self.give_up = give_up  # clock time after which nobody wants it
+        self.give_up = give_up
         self.error: str | None = None
         self.others_work = False  # it failed for the sake of this name alone
         self.is_trial = not breaker.is_closed  # whether an open breaker may close again
@@ -127,7 +130,7 @@ class Tier:
         """What asking takes, and one object: no hit comes sooner, however many threads there are."""
         return self.stats.latency_s + (self.stats.reads.call_s or self.stats.writes.call_s)
 
-    def exist(self, names: Sequence[str], give_up: float | None = None) -> asyncio.Future[list[bool]]:
+    def exist(self, names: Sequence[str], give_up: GiveUp | None = None) -> asyncio.Future[list[bool]]:
         """Which of them are there. All False when in doubt."""
         nothing = [False] * len(names)
         asked_at = self._clock()
@@ -143,7 +146,7 @@ class Tier:
         return future
 
     def read(
-        self, name: str, target: Buffer, is_intact: Callable[[Buffer], bool], give_up: float | None = None
+        self, name: str, target: Buffer, is_intact: Callable[[Buffer], bool], give_up: GiveUp | None = None
     ) -> asyncio.Future[bool]:
         """Fill the target. False: not there, or not intact, and then the target holds rubbish. `is_intact` is
         called in a thread.
@@ -255,7 +258,7 @@ class Tier:
     def _run(self, call: _Call[T], loop: asyncio.AbstractEventLoop) -> None:
         """In a thread."""
         call.started = self._clock()
-        in_time = call.give_up is None or call.started < call.give_up
+        in_time = call.give_up is None or call.started < call.give_up()
         # What waited behind calls that hang is not worth a try once the breaker has opened.
         call.made = in_time and (call.is_trial or call.breaker.is_closed)
         if call.made:
