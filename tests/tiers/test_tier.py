@@ -27,6 +27,7 @@ class Switched(MemoryEngine):
         self.error: Exception | None = None
         self.errors: list[Exception] = []  # one each for the next calls
         self.failing_writes: Exception | None = None
+        self.failing_deletes: Exception | None = None
         self.calls = 0
 
     def _trouble(self) -> None:
@@ -50,6 +51,11 @@ class Switched(MemoryEngine):
     def exist(self, names):
         self._trouble()
         return super().exist(names)
+
+    def delete(self, names):
+        if self.failing_deletes is not None:
+            raise self.failing_deletes
+        super().delete(names)
 
 
 class Clock:
@@ -142,6 +148,20 @@ def test_what_is_not_intact_is_a_miss_is_counted_and_removed(run):
         assert not await rig.tier.read(name_of(1), buffer(5000), lambda _: False)
         assert await rig.tier.exist([name_of(1)]) == [False]
         assert rig.tier.stats.counts == {"corrupt": 1}
+
+    run(test)
+
+
+def test_what_is_not_intact_and_cannot_be_removed_costs_itself_alone(run):
+    async def test(rig):
+        for number in range(2):
+            await rig.tier.write(name_of(number), buffer(5000, seed=number))
+        rig.engine.failing_deletes = EngineError("AccessDenied")
+        for _ in range(4):
+            assert not await rig.tier.read(name_of(1), buffer(5000), lambda _: False)
+        assert rig.tier.state == ("up", "")
+        assert rig.tier.stats.counts == {"corrupt": 4}
+        assert await rig.tier.read(name_of(0), buffer(5000), intact)
 
     run(test)
 

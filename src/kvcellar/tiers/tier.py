@@ -161,7 +161,10 @@ class Tier:
             found = "hits" if is_intact(target) else "corrupt"
             if found == "corrupt":
                 log.warning("%s: %s is not what was written; removed", self.label, name)
-                engine.delete([name])
+                try:
+                    engine.delete([name])
+                except EngineError as error:  # of this object; the others can be read as before
+                    log.warning("%s: %s could not be removed: %s", self.label, name, error)
             return found == "hits"
 
         def answered(future: asyncio.Future[bool]) -> None:
