@@ -254,16 +254,25 @@ def test_a_call_that_hangs_opens_the_breaker_and_holds_its_buffer_until_it_retur
 
 
 def test_with_every_thread_stuck_nobody_waits_once_it_is_known(run):
+    """Nor does what queued behind them keep its buffers: no thread will ever have those."""
+
     async def test(rig):
         rig.engine.gate.clear()
         stuck = [rig.tier.read(name_of(n), buffer(10), intact) for n in range(HANDS)]
         queued = [rig.tier.exist([name_of(1)]) for _ in range(10)]
+        queued += [rig.tier.read(name_of(1), buffer(10), intact) for _ in range(10)]
+        write = rig.tier.write(name_of(2), buffer(10, seed=2))
         await rig.overdue(HANDS)
         assert not await rig.tier.read(name_of(1), buffer(10), intact)
-        calls = rig.engine.calls
+        assert not any(map(any, await asyncio.gather(*queued[:10])))
+        assert not any(await asyncio.gather(*queued[10:]))
+        assert not any(one.done() for one in stuck), "the engine has their buffers"
+        assert not write.done(), "writes were not seen to fail"
         rig.engine.gate.set()
-        await asyncio.gather(*stuck, *queued)
-        assert rig.engine.calls <= calls + len(queued)
+        await asyncio.gather(*stuck)
+        assert await write
+        assert rig.engine.calls == HANDS + 1
+        assert rig.tier.state == ("up", "")
 
     run(test)
 
@@ -279,6 +288,25 @@ def test_what_nobody_wants_any_more_is_not_begun(run):
         rig.clock.ahead += 2
         rig.engine.gate.set()
         assert not await late
+        await asyncio.gather(*stuck)
+        assert rig.engine.calls == HANDS
+        assert rig.tier.state == ("up", "")
+
+    run(test)
+
+
+def test_what_nobody_wants_any_more_does_not_wait_for_a_thread(run):
+    async def test(rig):
+        rig.engine.gate.clear()
+        stuck = [rig.tier.exist([name_of(n)]) for n in range(HANDS)]
+        while rig.engine.calls < HANDS:
+            await asyncio.sleep(0.001)
+        give_up = rig.clock() + 1
+        late = rig.tier.read(name_of(1), buffer(10), intact, lambda: give_up)
+        rig.clock.ahead += 2
+        assert not await late
+        assert not any(one.done() for one in stuck)
+        rig.engine.gate.set()
         await asyncio.gather(*stuck)
         assert rig.engine.calls == HANDS
         assert rig.tier.state == ("up", "")

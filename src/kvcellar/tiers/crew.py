@@ -7,14 +7,15 @@ a dead disk or network never ends. These are daemons: a stuck one costs the crew
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 
 class Crew:
     def __init__(self, name: str, hands: int) -> None:
-        self.hands = hands
         self._urgent: deque[Callable[[], None]] = deque()
         self._rest: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
+        self._busy = 0  # threads that have taken a call
         self._closed = False
         for number in range(hands):
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True).start()
@@ -23,11 +24,25 @@ class Crew:
     def backlog(self) -> int:
         return len(self._urgent) + len(self._rest)
 
+    @property
+    def is_idle(self) -> bool:
+        with self._wake:
+            return not (self.backlog or self._busy)
+
     def submit(self, call: Callable[[], None], *, urgent: bool) -> None:
         """`call` must not raise."""
         with self._wake:
             (self._urgent if urgent else self._rest).append(call)
             self._wake.notify()
+
+    def withdraw(self, call: Callable[[], None]) -> bool:
+        """True: no thread has taken it, and none will."""
+        with self._wake:
+            for queue in (self._urgent, self._rest):
+                with suppress(ValueError):
+                    queue.remove(call)
+                    return True
+        return False
 
     def close(self) -> None:
         """What is queued is still worked off; then the threads end. Waits for nothing."""
@@ -43,5 +58,8 @@ class Crew:
                         return
                     self._wake.wait()
                 call = (self._urgent or self._rest).popleft()
+                self._busy += 1
             call()
             del call  # or it would keep its buffers until the next one comes
+            with self._wake:
+                self._busy -= 1

@@ -2,8 +2,8 @@
 
 Used from the event loop. Every question is put to a few threads and answered by a future, which never raises:
 a tier that fails, hangs or lies is a tier that has nothing. A future is done only when the engine has let go
-of the buffer, so a slot is never given away under a call that is still running; whoever cannot wait so long
-waits with a time-out of his own and leaves the future to whoever owns the slot.
+of the buffer, or will never have it, so a slot is never given away under a call that is still running; whoever
+cannot wait so long waits with a time-out of his own and leaves the future to whoever owns the slot.
 
 Owns threads, retries, the circuit breakers (reading and writing fail apart: a full disk can still be read),
 the check of what was read, and the counts. Knows nothing of chunks, leases or other tiers.
@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvcellar.errors import EngineError, StartupError
@@ -94,6 +95,7 @@ class Tier:
         self._readable = Breaker(clock)
         self._writable = Breaker(clock)
         self._crew = Crew(f"kvcellar-{label}"[:40], HANDS)
+        self._unfinished: dict[_Call[Any], Callable[[], None]] = {}  # and what a thread has to do for each
         self._running: dict[_Call[Any], None] = {}
         self._watch: asyncio.TimerHandle | None = None
         self._closed = False
@@ -225,8 +227,8 @@ class Tier:
 
     @property
     def is_idle(self) -> bool:
-        """No thread has a buffer in its hands."""
-        return not self._running and not self._crew.backlog
+        """No thread has a buffer in its hands, or will have."""
+        return self._crew.is_idle
 
     def close(self) -> None:
         """No more questions. Waits a moment for the engine to close; what hangs goes with the process."""
@@ -253,7 +255,8 @@ class Tier:
             call.future.set_result(call.result)
             return call.future
         loop = asyncio.get_running_loop()
-        self._crew.submit(lambda: self._run(call, loop), urgent=urgent)
+        work = self._unfinished[call] = partial(self._run, call, loop)
+        self._crew.submit(work, urgent=urgent)
         if self._watch is None:
             self._watch = loop.call_later(_WATCH_S, self._look_after)
         return call.future
@@ -261,15 +264,18 @@ class Tier:
     def _run(self, call: _Call[T], loop: asyncio.AbstractEventLoop) -> None:
         """In a thread."""
         call.started = self._clock()
-        in_time = call.give_up is None or call.started < call.give_up()
-        # What waited behind calls that hang is not worth a try once the breaker has opened.
-        call.made = in_time and (call.is_trial or call.breaker.is_closed)
+        call.made = self._is_worth_a_try(call)
         if call.made:
             self._running[call] = None
             self._make(call)
             self._running.pop(call, None)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             loop.call_soon_threadsafe(self._finish, call)
+
+    def _is_worth_a_try(self, call: _Call[Any]) -> bool:
+        """Not what nobody wants any more, nor what waited behind calls that hang until the breaker opened."""
+        in_time = call.give_up is None or self._clock() < call.give_up()
+        return in_time and (call.is_trial or call.breaker.is_closed)
 
     def _make(self, call: _Call[T]) -> None:
         for attempt in range(_ATTEMPTS):
@@ -308,6 +314,8 @@ class Tier:
             self._opening.release()
 
     def _finish(self, call: _Call[T]) -> None:
+        """When a thread is done with it, or none will begin."""
+        del self._unfinished[call]
         if not call.made:
             if call.is_trial:
                 call.breaker.no_verdict()
@@ -334,7 +342,9 @@ class Tier:
             log.warning("%s: no %s for a while: %s", self.label, what, reason)
 
     def _look_after(self) -> None:
-        """Notice calls that do not return."""
+        """Notice calls that do not return. Those behind them shall not wait for a thread, and hold their
+        slots, as long as that.
+        """
         now = self._clock()
         running = list(self._running)
         for call in running:
@@ -342,6 +352,10 @@ class Tier:
                 call.overdue = True
                 self.stats.counts["stuck"] += 1
                 self._fail(call.breaker, f"no answer within {self._overdue_s:g} s", at_once=True)
+        for call, work in list(self._unfinished.items()):
+            # A thread may be taking it just now: then it is that thread's, and with it the buffer.
+            if not self._is_worth_a_try(call) and self._crew.withdraw(work):
+                self._finish(call)
         busy = bool(running or self._crew.backlog)
         self._watch = asyncio.get_running_loop().call_later(_WATCH_S, self._look_after) if busy else None
 
