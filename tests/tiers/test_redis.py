@@ -279,6 +279,8 @@ def test_a_cluster_that_is_none_says_so(opened, valkey):
         ("redis://h:99999", {}, "should be HOST:PORT"),
         ("redis://", {}, "should be HOST:PORT"),
         ("redis://h:1/zero", {}, "the number of a database"),
+        ("redis://a:1,b:2", {}, r"redis:// is one server; for a cluster use redis\+cluster://"),
+        ("rediss://a:1,b:2", {}, r"rediss:// is one server; for a cluster use rediss\+cluster://"),
         ("redis+cluster://h:1/1", {}, "the number of a database"),
     ],
 )

@@ -293,6 +293,9 @@ def open_redis(url: str, options: Mapping[str, str]) -> RedisEngine:
         raise given.error("certificates need TLS: rediss:// or rediss+cluster://")
     files = given.certificates(*_CERTIFICATES)
     given.finish()
+    seeds = addresses(parts.netloc, 6379)
+    if len(seeds) > 1 and not is_cluster:
+        raise given.error(f"{parts.scheme}:// is one server; for a cluster use {parts.scheme}+cluster://")
     database = parts.path.strip("/") or "0"
     if not re.fullmatch(r"\d{1,9}", database) or (is_cluster and database != "0"):
         raise given.error("after the port comes the number of a database, and a cluster has none but 0")
@@ -307,7 +310,7 @@ def open_redis(url: str, options: Mapping[str, str]) -> RedisEngine:
     if username or password:
         settings["credential_provider"] = Login(username, password)
     nodes = Nodes(
-        addresses(parts.netloc, 6379),
+        seeds,
         is_cluster=is_cluster,
         make_node=lambda address: Node(address, tls if is_tls else None, settings),
     )

@@ -2,8 +2,8 @@
 
 Used from the event loop. Every question is put to a few threads and answered by a future, which never raises:
 a tier that fails, hangs or lies is a tier that has nothing. A future is done only when the engine has let go
-of the buffer, or will never have it, so a slot is never given away under a call that is still running; whoever
-cannot wait so long waits with a time-out of his own and leaves the future to whoever owns the slot.
+of the buffer, or will never have it, so a slot is never given away under a call that is still running.
+Whoever cannot wait so long waits with a time-out of his own and leaves the future to whoever owns the slot.
 
 Owns threads, retries, the circuit breakers (reading and writing fail apart: a full disk can still be read),
 the check of what was read, and the counts. Knows nothing of chunks, leases or other tiers.
