@@ -110,26 +110,6 @@ class DiskEngine:
                     stripe, crate, _ = found
                     self._discard(stripe, crate)
 
-    def list(self) -> Iterator[tuple[str, int]]:
-        with self._lock:
-            self._check_open()
-            digests = [*self._books.index]
-        for digest in digests:
-            with self._lock:
-                stripe = self._books.pin(digest)
-            if stripe is None:
-                continue
-            crate = self._crates[rack_of(stripe.place)]
-            try:
-                entry = crate.entry(slot_of(stripe.place))
-            except OSError as error:
-                raise self._trouble(error) from None
-            finally:
-                with self._lock:
-                    self._books.unpin(stripe)
-            if entry is not None:
-                yield entry[0], crate.shape.slot_bytes
-
     def usage(self) -> Usage:
         books = self._books
         trouble = f"{self._folder.path}: no new files: {books.refusal}" if books.refusal else ""

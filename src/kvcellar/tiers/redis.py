@@ -31,7 +31,6 @@ _PART_BYTES = (2 << 20) - 4096
 _IN_FLIGHT = 3  # parts on their way at once; more did not help
 _SMALL_IN_FLIGHT = 1000  # the same for commands without a value
 _MAX_REDIRECTS = 5
-_SCAN_COUNT = b"1000"
 _CERTIFICATES = ("ca_file", "cert_file", "key_file")
 
 _ENVELOPE = struct.Struct("<4sIQ")  # magic, bytes of a part (0: there are none), bytes of the payload
@@ -95,21 +94,6 @@ class RedisEngine:
             call.run(
                 [_Command(key, _sender(b"UNLINK", key), Wire.integer) for key in doomed], _SMALL_IN_FLIGHT
             )
-
-    def list(self) -> Iterator[tuple[str, int]]:
-        for node in self._nodes.masters(self._deadline()):
-            cursor = b"0"
-            while True:
-                with _Call(self._nodes, self._timeout_s) as call:
-                    scan = (b"SCAN", cursor, b"MATCH", self._prefix + b"*", b"COUNT", _SCAN_COUNT)
-                    cursor, keys = call.ask(node, Wire.array, *scan)
-                    keys = [key for key in keys if b"#" not in key]
-                    envelopes = call.run([_peek(key) for key in keys], _SMALL_IN_FLIGHT)
-                for key, envelope in zip(keys, envelopes, strict=True):
-                    if envelope and envelope.startswith(_MAGIC) and len(envelope) == _ENVELOPE.size:
-                        yield key[len(self._prefix) :].decode(), 64 + _ENVELOPE.unpack(envelope)[2]
-                if cursor == b"0":
-                    break
 
     def check(self) -> None:
         """Raises EngineError unless every node answers and every slot has one."""

@@ -230,7 +230,7 @@ _ADVICE = (
         "check what username=, password_file= or password_env= point to",
     ),
     ("without any password configured", "it has no password; leave password_file= and password_env= out"),
-    ("NOPERM", "this user may not do that; it needs GET, SET, GETRANGE, EXISTS, UNLINK and SCAN"),
+    ("NOPERM", "this user may not do that; it needs GET, SET, GETRANGE, EXISTS and UNLINK"),
     ("^MOVED|^ASK", "this server belongs to a cluster; use redis+cluster:// in the URL"),
     ("cluster support disabled", "this server is no cluster; use redis:// in the URL"),
     (
@@ -241,7 +241,10 @@ _ADVICE = (
     ("LOADING", "it is starting; it will be used when it is ready"),
     ("READONLY", "this is a replica; name the master in the URL"),
     ("MISCONF", "it cannot save its data to disk and refuses writes; see its log"),
-    ("reset by peer|was closed", "it hung up; if it speaks TLS on this port, use rediss:// in the URL"),
+    (
+        "reset by peer|broken pipe|was closed",
+        "it hung up; if it speaks TLS on this port, use rediss:// in the URL",
+    ),
     ("refused", "nothing listens there; is the server running, and is the port right?"),
     ("Name or service not known|name resolution", "there is no such host"),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is not trusted; name the authority's with ca_file="),

@@ -31,10 +31,6 @@ class Redirect(ReplyError):
     """MOVED or ASK: another node has this slot."""
 
     @property
-    def slot(self) -> int:
-        return int(self.args[0].split(" ")[1])
-
-    @property
     def address(self) -> tuple[str, int]:
         """The host may be empty: then it is the one that answered."""
         host, _, port = self.args[0].split(" ")[2].rpartition(":")

@@ -31,7 +31,6 @@ _HEADS = 32
 # What obstore has read is copied into the slot. Small objects are 10 % faster in one piece; large ones would
 # be fresh memory each time, and half as fast as in pieces.
 _ONE_PIECE_BYTES, _PIECE_BYTES = 8 << 20, 1 << 20
-_OUR_NAME = re.compile(r"[0-9a-f]+/[0-9a-f]+-\d+-\d+")
 
 
 class S3Engine:
@@ -74,17 +73,6 @@ class S3Engine:
                     obstore.delete(self.store, list(names))
             except FileNotFoundError as error:  # some servers say so, where S3 is silent
                 self._miss(error)
-
-    def list(self) -> Iterator[tuple[str, int]]:
-        pages = obstore.list(self.store)
-        while True:
-            with self._guard():
-                page = next(pages, None)
-            if page is None:
-                return
-            for one in page:
-                if _OUR_NAME.fullmatch(one["path"]):
-                    yield one["path"], one["size"]
 
     def check(self) -> None:
         """Raises EngineError unless the bucket is there and may be read."""
