@@ -64,7 +64,7 @@ def make_traffic(kind: str, seed: int) -> list[Asked]:
         for request, following in itertools.zip_longest(requests, requests[1:]):
             chunks = (request.input_length + request.output_length) // CHUNK_TOKENS
             ids = (following or request).hash_ids[:chunks]
-            ids += itertools.islice(nobody, chunks - len(ids))
+            ids.extend(itertools.islice(nobody, chunks - len(ids)))
             prompt = request.input_length // CHUNK_TOKENS
             traffic.append(Asked(request.timestamp, request.input_length, prompt, make_keys(ids)))
     return sorted(traffic, key=lambda asked: asked.time)
