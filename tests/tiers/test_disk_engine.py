@@ -1,5 +1,6 @@
 """The disk engine: conformance, and what a disk adds: capacity, leftovers, torn files, trouble."""
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -15,7 +16,8 @@ from kvcellar.slab import PAGE
 from kvcellar.tiers.crate import Crate
 from kvcellar.tiers.disk import DiskEngine, open_disk
 from kvcellar.tiers.engine import EngineError
-from tests.server.engine import eventually
+from kvcellar.tiers.tier import Tier
+from tests.server.engine import PATIENCE, eventually
 from tests.tiers.conformance import MIB, EngineConformance, buffer, name_of, run_threads, same
 
 
@@ -326,8 +328,9 @@ def test_an_object_that_cannot_be_read_is_forgotten_and_can_be_written_again(tmp
     engine.write(name_of(0), buffer(5000, seed=0))
     with monkeypatch.context() as patch:
         bad_sector(patch, "read", (0, 0))
-        with pytest.raises(EngineError, match="Input/output error"):
-            engine.read(name_of(0), buffer(5000))
+        for _ in range(2):
+            with pytest.raises(EngineError, match="Input/output error"):
+                engine.read(name_of(0), buffer(5000))
     assert engine.exist([name_of(0)]) == [False]
     assert not engine.read(name_of(0), buffer(5000))
     engine.write(name_of(0), buffer(5000, seed=0))
@@ -341,8 +344,9 @@ def test_an_object_that_cannot_be_read_is_not_found_again_after_a_restart(tmp_pa
     for number in range(2):
         engine.write(name_of(number), buffer(5000, seed=number))
     bad_sector(monkeypatch, "read", (0, 0))
-    with pytest.raises(EngineError, match="Input/output error"):
-        engine.read(name_of(0), buffer(5000))
+    for _ in range(2):
+        with pytest.raises(EngineError, match="Input/output error"):
+            engine.read(name_of(0), buffer(5000))
     engine.close()
     again = scanned(DiskEngine(tmp_path, 2 * MIB))
     assert again.exist([name_of(0), name_of(1)]) == [False, True]
@@ -381,6 +385,29 @@ def test_a_folder_that_is_refused_is_let_go(tmp_path):
             DiskEngine(tmp_path, 2 * MIB)
     (tmp_path / "crate-0003.data").rmdir()
     DiskEngine(tmp_path, 2 * MIB).close()
+
+
+def test_a_dead_disk_is_left_alone_before_much_of_it_is_forgotten(tmp_path, monkeypatch):
+    """Nothing can be read any more; perhaps it will be, after a while."""
+    engine = DiskEngine(tmp_path, 2 * MIB)
+    for number in range(50):
+        engine.write(name_of(number), buffer(5000, seed=number))
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def ask() -> None:
+        tier = Tier("disk", lambda: engine)
+        await tier.start(PATIENCE)
+        with monkeypatch.context() as patch:
+            patch.setattr(Crate, "read", fail)
+            for number in range(50):
+                assert not await tier.read(name_of(number), buffer(5000), lambda _: True)
+        assert tier.state == ("down", f"{tmp_path}: Input/output error")
+
+    asyncio.run(ask())
+    assert len(readable(engine, 50)) >= 45
+    engine.close()
 
 
 def test_an_unfinished_crate_is_removed_and_other_files_are_not(tmp_path):

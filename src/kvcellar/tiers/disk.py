@@ -42,9 +42,10 @@ class DiskEngine:
         be opened now.
         """
         self._folder = Folder(folder)
-        self._lock = threading.Condition()  # guards the three below; told of when a crate was made
+        self._lock = threading.Condition()  # guards the four below; told of when a crate was made
         self._crates: dict[int, Crate] = {}
         self._closed = False
+        self._doubtful: set[bytes] = set()  # what could not be read once
         try:
             self._books = Books(self._folder.check_size(capacity), clock)
             found = self._adopt()
@@ -149,13 +150,23 @@ class DiskEngine:
         try:
             yield stripe, crate, slot_of(stripe.place)
         except OSError as error:
-            if error.errno in BAD_SECTOR:  # or every lookup would find it again, and none get it
-                with suppress(OSError):
-                    self._discard(stripe, crate)
+            if error.errno in BAD_SECTOR:
+                self._doubt(stripe, crate)
             raise self._trouble(error) from None
         finally:
             with self._lock:
                 self._books.unpin(stripe)
+
+    def _doubt(self, stripe: Stripe, crate: Crate) -> None:
+        """It could not be read. The second time it goes, or every lookup would find it, and none get it; not
+        the first, or the tier, which tries again, would meet a mere miss and never see that a disk is dead.
+        """
+        with self._lock:
+            is_known = stripe.key in self._doubtful
+            (self._doubtful.discard if is_known else self._doubtful.add)(stripe.key)
+        if is_known:
+            with suppress(OSError):
+                self._discard(stripe, crate)
 
     def _discard(self, stripe: Stripe, crate: Crate) -> None:
         """By somebody who pins it: nobody finds it any more. The slot is free when nobody reads it."""
