@@ -98,8 +98,8 @@ class RedisEngine:
     def check(self) -> None:
         """Raises EngineError unless every node answers and every slot has one."""
         nodes = self._nodes.masters(self._deadline())
-        if problem := self._nodes.uncovered():
-            raise EngineError(problem)
+        if self._nodes.uncovered:
+            raise EngineError(self._nodes.uncovered)
         for node in nodes:
             with _Call(self._nodes, self._timeout_s) as call:
                 call.ask(node, Wire.status, b"PING")

@@ -119,6 +119,7 @@ class Nodes:
         self._fetched_at = float("-inf")
         self._is_closed = False
         self.is_cluster = is_cluster
+        self.uncovered = ""  # a sentence about slots that no node has
         if not is_cluster:
             self._slots, self._is_old = [seeds[0]], False
 
@@ -128,7 +129,7 @@ class Nodes:
         address = slots[slot]
         if address is None:
             self.fetch_soon()
-            raise NodeAway(self.uncovered())
+            raise NodeAway(self.uncovered)
         return self.at(address)
 
     def at(self, address: Address) -> Node:
@@ -151,17 +152,6 @@ class Nodes:
         now = time.monotonic()
         with self._lock:
             return any(now - node.heard_at < _LATELY_S for node in self._nodes.values())
-
-    def uncovered(self) -> str:
-        """A sentence about slots that no node has, or nothing."""
-        gaps = [slot for slot, address in enumerate(self._slots) if address is None]
-        if not gaps:
-            return ""
-        return (
-            f"{len(gaps)} of {REDIS_CLUSTER_HASH_SLOTS} slots of the cluster have no node "
-            f"(the first is {gaps[0]}): start the node that had them, or give them to another "
-            "(`valkey-cli --cluster fix HOST:PORT`)"
-        )
 
     def close(self) -> None:
         with self._lock:
@@ -194,6 +184,7 @@ class Nodes:
         for node in sorted(map(self.at, known), key=lambda node: node.failed_at):
             try:
                 self._slots, self._is_old = self._ask(node, deadline), False
+                self.uncovered = _uncovered(self._slots)
                 return
             except EngineError as error:
                 problem = error
@@ -209,6 +200,17 @@ class Nodes:
                 address = Address((master[0] or b"").decode() or node.address.host, master[1])
                 slots[first : last + 1] = [address] * (last + 1 - first)
         return slots
+
+
+def _uncovered(slots: list[Address | None]) -> str:
+    gaps = [slot for slot, address in enumerate(slots) if address is None]
+    if not gaps:
+        return ""
+    return (
+        f"{len(gaps)} of {REDIS_CLUSTER_HASH_SLOTS} slots of the cluster have no node "
+        f"(the first is {gaps[0]}): start the node that had them, or give them to another "
+        "(`valkey-cli --cluster fix HOST:PORT`)"
+    )
 
 
 def explain(problem: str) -> str:
