@@ -15,7 +15,6 @@ class Crew:
         self._urgent: deque[Callable[[], None]] = deque()
         self._rest: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._busy = 0  # threads that have taken a call
         self._closed = False
         for number in range(hands):
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True).start()
@@ -23,11 +22,6 @@ class Crew:
     @property
     def backlog(self) -> int:
         return len(self._urgent) + len(self._rest)
-
-    @property
-    def is_idle(self) -> bool:
-        with self._wake:
-            return not (self.backlog or self._busy)
 
     def submit(self, call: Callable[[], None], *, urgent: bool) -> None:
         """`call` must not raise."""
@@ -58,8 +52,5 @@ class Crew:
                         return
                     self._wake.wait()
                 call = (self._urgent or self._rest).popleft()
-                self._busy += 1
             call()
             del call  # or it would keep its buffers until the next one comes
-            with self._wake:
-                self._busy -= 1

@@ -228,7 +228,7 @@ class Tier:
     @property
     def is_idle(self) -> bool:
         """No thread has a buffer in its hands, or will have."""
-        return self._crew.is_idle
+        return not self._unfinished and not self._crew.backlog
 
     def close(self) -> None:
         """No more questions. Waits a moment for the engine to close; what hangs goes with the process."""
