@@ -219,7 +219,7 @@ def test_one_pass_over_much_cold_kv_leaves_memory_as_it_was(cold, engine):
     one = engine()
     for seed in range(40):
         one.store(8, seed)
-    cold.settled()
+        cold.settled()  # or memory would run over before all are written
     cold.forget()
     fill_memory(one)
     cold.settled()
