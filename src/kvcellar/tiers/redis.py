@@ -13,34 +13,23 @@ topology or framing.
 import re
 import struct
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
-from kvcellar.tiers.engine import Buffer, EngineError, PartlyAway
-from kvcellar.tiers.redis_nodes import Login, Node, NodeAway, Nodes, explain
-from kvcellar.tiers.redis_wire import Redirect, Wire
-from kvcellar.tiers.remote import TIMEOUT_S, Address, Options, addresses
+from kvcellar.tiers.engine import Buffer, EngineError
+from kvcellar.tiers.redis_call import SMALL_IN_FLIGHT, Call, Command, sender
+from kvcellar.tiers.redis_nodes import Login, Node, Nodes
+from kvcellar.tiers.redis_wire import Wire
+from kvcellar.tiers.remote import TIMEOUT_S, Options, addresses
 
 _WHOLE_BYTES = 4 << 20
 # Just below a power of two, to which allocators round up. Parts of 1, 2 and 4 MiB were equally fast.
 _PART_BYTES = (2 << 20) - 4096
-_IN_FLIGHT = 3  # parts on their way at once; more did not help
-_SMALL_IN_FLIGHT = 1000  # the same for commands without a value
-_MAX_REDIRECTS = 5
 _CERTIFICATES = ("ca_file", "cert_file", "key_file")
 
 _ENVELOPE = struct.Struct("<4sIQ")  # magic, bytes of a part (0: there are none), bytes of the payload
 _MAGIC = b"KVC1"
-
-
-class _Command(NamedTuple):
-    key: bytes
-    send: Callable[[Wire], None]
-    receive: Callable[[Wire], Any]
 
 
 class RedisEngine:
@@ -54,7 +43,7 @@ class RedisEngine:
         key, size = self._key(name), source.size
         whole = size <= _WHOLE_BYTES
         head = _ENVELOPE.pack(_MAGIC, 0 if whole else _PART_BYTES, size) + source.header
-        with _Call(self._nodes, self._timeout_s) as call:
+        with Call(self._nodes, self._timeout_s) as call:
             if not whole:
                 call.run(self._set(key + b"#%d" % number, [part]) for number, part in _parts(source.payload))
             call.run([self._set(key, [head, source.payload] if whole else [head])])
@@ -64,7 +53,7 @@ class RedisEngine:
         whole = size <= _WHOLE_BYTES
         envelope = bytearray(_ENVELOPE.size)
         head = [memoryview(envelope), target.header]
-        with _Call(self._nodes, self._timeout_s) as call:
+        with Call(self._nodes, self._timeout_s) as call:
             (found,) = call.run([_get(key, [*head, target.payload] if whole else head)])
             if not found or envelope != _ENVELOPE.pack(_MAGIC, 0 if whole else _PART_BYTES, size):
                 return False
@@ -73,27 +62,25 @@ class RedisEngine:
             parts = _parts(target.payload)
             found = all(call.run(_get(key + b"#%d" % number, [part]) for number, part in parts))
             if not found:  # lost for good; nobody shall ask for it again
-                call.run([_Command(key, _sender(b"UNLINK", key), Wire.integer)])
+                call.run([Command(key, sender(b"UNLINK", key), Wire.integer)])
             return found
 
     def exist(self, names: Sequence[str]) -> list[bool]:
         """What a node has that is away is not there."""
         keys = [self._key(name) for name in names]
-        with _Call(self._nodes, self._timeout_s) as call:
-            asked = [_Command(key, _sender(b"EXISTS", key), Wire.integer) for key in keys]
+        with Call(self._nodes, self._timeout_s) as call:
+            asked = [Command(key, sender(b"EXISTS", key), Wire.integer) for key in keys]
             return [bool(count) for count in call.run_apart(asked)]
 
     def delete(self, names: Sequence[str]) -> None:
         """The envelope goes first: then nobody finds it any more."""
         keys = [self._key(name) for name in names]
-        with _Call(self._nodes, self._timeout_s) as call:
-            envelopes = call.run([_peek(key) for key in keys], _SMALL_IN_FLIGHT)
+        with Call(self._nodes, self._timeout_s) as call:
+            envelopes = call.run([_peek(key) for key in keys], SMALL_IN_FLIGHT)
             doomed = list(keys)
             for key, envelope in zip(keys, envelopes, strict=True):
                 doomed += [key + b"#%d" % number for number in range(_count_parts(envelope))]
-            call.run(
-                [_Command(key, _sender(b"UNLINK", key), Wire.integer) for key in doomed], _SMALL_IN_FLIGHT
-            )
+            call.run([Command(key, sender(b"UNLINK", key), Wire.integer) for key in doomed], SMALL_IN_FLIGHT)
 
     def check(self) -> None:
         """Raises EngineError unless every node answers and every slot has one."""
@@ -101,7 +88,7 @@ class RedisEngine:
         if self._nodes.uncovered:
             raise EngineError(self._nodes.uncovered)
         for node in nodes:
-            with _Call(self._nodes, self._timeout_s) as call:
+            with Call(self._nodes, self._timeout_s) as call:
                 call.ask(node, Wire.status, b"PING")
 
     def close(self) -> None:
@@ -113,155 +100,8 @@ class RedisEngine:
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_s
 
-    def _set(self, key: bytes, value: Sequence[bytes | memoryview]) -> _Command:
-        return _Command(key, lambda wire: wire.send_value([b"SET", key], value, self._expire), Wire.status)
-
-
-class _Call:
-    """One operation: a connection to each node it meets, and a deadline for all of it."""
-
-    def __init__(self, nodes: Nodes, timeout_s: float) -> None:
-        self._nodes = nodes
-        self._deadline = time.monotonic() + timeout_s
-        self._wires: dict[Node, Wire] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # Each node's connection sees the exception: its own becomes an EngineError, unclean ones are closed.
-        if kind is not None:
-            self._nodes.fetch_soon()
-        self._stack.__exit__(kind, error, trace)
-        if isinstance(error, NodeAway) and self._nodes.some_answer:
-            raise PartlyAway(str(error)) from None
-
-    def run(self, commands: Iterable[_Command], in_flight: int = _IN_FLIGHT) -> list[Any]:
-        """Send them ahead of their replies, which come in the same order."""
-        results: list[Any] = []
-        waiting: deque[tuple[_Command, Node]] = deque()
-        redirected: list[tuple[int, _Command, Redirect]] = []
-
-        def receive() -> None:
-            command, node = waiting.popleft()
-            try:
-                results.append(self._receive(command, node))
-            except Redirect as redirect:
-                redirected.append((len(results), command, redirect))
-                results.append(None)
-
-        for command in commands:
-            node = self._nodes.of_key(command.key, self._deadline)
-            self._send(command, node)
-            waiting.append((command, node))
-            if len(waiting) >= in_flight:
-                self._flush()
-                receive()
-        self._flush()
-        while waiting:
-            receive()
-        for index, command, redirect in redirected:
-            results[index] = self._follow(command, redirect)
-        return results
-
-    def run_apart(self, commands: Sequence[_Command]) -> list[Any]:
-        """The same for small commands, but a node that fails costs its own alone: they have the result None.
-        Raises if every node failed that was asked.
-        """
-        results: list[Any] = [None] * len(commands)
-        failures: list[EngineError] = []
-        for first in range(0, len(commands), _SMALL_IN_FLIGHT):
-            numbers = range(first, min(first + _SMALL_IN_FLIGHT, len(commands)))
-            self._run_apart(commands, numbers, results, failures)
-        if failures:
-            self._nodes.fetch_soon()
-            if all(result is None for result in results):
-                raise failures[0]
-        return results
-
-    def _run_apart(
-        self, commands: Sequence[_Command], numbers: range, results: list[Any], failures: list[EngineError]
-    ) -> None:
-        by_node: dict[Node, list[int]] = {}
-        redirected: list[tuple[int, Redirect]] = []
-        for number in numbers:
-            with self._noted(failures):
-                node = self._nodes.of_key(commands[number].key, self._deadline)
-                by_node.setdefault(node, []).append(number)
-        asked = []
-        for node, its in by_node.items():
-            with self._noted(failures, node):
-                for number in its:
-                    self._send(commands[number], node)
-                self._flush(node)
-                asked.append(node)
-        for place, node in enumerate(asked):
-            wire, now = self._wires[node], time.monotonic()
-            # The first to be silent must not use up the time in which the others are heard.
-            wire.deadline = now + (self._deadline - now) / (len(asked) - place)
-            with self._noted(failures, node):
-                for number in by_node[node]:
-                    try:
-                        results[number] = self._receive(commands[number], node)
-                    except Redirect as elsewhere:
-                        redirected.append((number, elsewhere))
-            wire.deadline = self._deadline
-        for number, redirect in redirected:
-            with self._noted(failures):
-                results[number] = self._follow(commands[number], redirect)
-
-    @contextmanager
-    def _noted(self, failures: list[EngineError], node: Node | None = None) -> Iterator[None]:
-        """What fails is no more than a note."""
-        try:
-            yield
-        except EngineError as error:
-            failures.append(error)
-            if node is not None:
-                self._wires.pop(node, None)  # late replies would be taken for those to what is asked next
-
-    def ask(self, node: Node, receive: Callable[[Wire], Any], *words: bytes) -> Any:
-        """Something that is not about a key."""
-        command = _Command(b"", _sender(*words), receive)
-        self._send(command, node)
-        return self._receive(command, node)
-
-    def _send(self, command: _Command, node: Node) -> None:
-        if node not in self._wires:
-            self._wires[node] = self._stack.enter_context(node.connection(self._deadline))
-        with node.guard():
-            command.send(self._wires[node])
-
-    def _receive(self, command: _Command, node: Node) -> Any:
-        with node.guard():
-            found = command.receive(self._wires[node])
-        node.heard_at = time.monotonic()
-        return found
-
-    def _flush(self, *nodes: Node) -> None:
-        for node in nodes or self._wires:
-            with node.guard():
-                self._wires[node].flush()
-
-    def _follow(self, command: _Command, redirect: Redirect) -> Any:
-        if not self._nodes.is_cluster:
-            raise EngineError(explain(str(redirect)))
-        for _ in range(_MAX_REDIRECTS):
-            self._nodes.fetch_soon()
-            host, port = redirect.address
-            asked = self._nodes.of_key(command.key, self._deadline)
-            node = self._nodes.at(Address(host or asked.address.host, port))
-            if redirect.code == "ASK":
-                self.ask(node, Wire.status, b"ASKING")
-            self._send(command, node)
-            try:
-                return self._receive(command, node)
-            except Redirect as next_one:
-                redirect = next_one
-        raise EngineError("the cluster sends us in circles; is it being resharded?")
+    def _set(self, key: bytes, value: Sequence[bytes | memoryview]) -> Command:
+        return Command(key, lambda wire: wire.send_value([b"SET", key], value, self._expire), Wire.status)
 
 
 def open_redis(url: str, options: Mapping[str, str]) -> RedisEngine:
@@ -303,16 +143,12 @@ def open_redis(url: str, options: Mapping[str, str]) -> RedisEngine:
     return engine
 
 
-def _get(key: bytes, targets: Sequence[memoryview]) -> _Command:
-    return _Command(key, _sender(b"GET", key), lambda wire: wire.bulk_into(targets))
+def _get(key: bytes, targets: Sequence[memoryview]) -> Command:
+    return Command(key, sender(b"GET", key), lambda wire: wire.bulk_into(targets))
 
 
-def _peek(key: bytes) -> _Command:
-    return _Command(key, _sender(b"GETRANGE", key, b"0", b"%d" % (_ENVELOPE.size - 1)), Wire.bulk)
-
-
-def _sender(*words: bytes) -> Callable[[Wire], None]:
-    return lambda wire: wire.send(*words)
+def _peek(key: bytes) -> Command:
+    return Command(key, sender(b"GETRANGE", key, b"0", b"%d" % (_ENVELOPE.size - 1)), Wire.bulk)
 
 
 def _parts(payload: memoryview) -> Iterator[tuple[int, memoryview]]:
