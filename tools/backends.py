@@ -351,7 +351,6 @@ class MooncakeSegment(Backend):
 class Mooncake:
     """A master and two segments. Everything that uses it runs inside the same private_network()."""
 
-    metrics = f"127.0.0.1:{MooncakeMaster.PORT + 1}"
     url = f"mooncake://127.0.0.1:{MooncakeMaster.PORT}"
 
     def __init__(self, home: Path, segment_bytes: int = 1 << 30) -> None:

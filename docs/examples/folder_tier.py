@@ -48,11 +48,6 @@ class FolderEngine:
             for name in names:
                 self.path(name).unlink(missing_ok=True)
 
-    def list(self) -> Iterator[tuple[str, int]]:
-        with self.only_engine_errors():
-            files = [path for path in self.path("").iterdir() if not path.name.startswith("draft.")]
-            yield from [(path.name.replace("_", "/"), path.stat().st_size) for path in files]
-
     def close(self) -> None:
         self.folder = None
 

@@ -96,6 +96,13 @@ def test_what_is_wrong_is_said(url, problem):
     assert "Traceback" not in found.stderr
 
 
+@pytest.mark.parametrize("scheme", ["redis", "redys"])
+def test_a_password_is_not_shown(scheme):
+    found = doctor("--tier", f"{scheme}://:pa/ss@127.0.0.1:1?ttl=5")
+    assert f"FAIL {scheme}://127.0.0.1:1\n" in found.stdout
+    assert "pa/ss" not in found.stdout + found.stderr
+
+
 def test_brackets_are_no_markup(tmp_path):
     found = doctor("--disk", str(tmp_path / "[" / "y]"), "--tier", "redis://[fd00::1]:1?tll=5")
     assert f"ok   disk://{tmp_path}/%5B/y%5D: opened" in found.stdout

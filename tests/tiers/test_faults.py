@@ -15,6 +15,7 @@ import pytest
 
 from kvcellar.client import AdminClient
 from kvcellar.tiers.crate import Crate
+from kvcellar.tiers.tier import HANDS
 from tests.server.engine import eventually
 from tests.support import keys
 from tests.tiers.test_disk_engine import bytes_in_use, fill_up, small_tmpfs
@@ -118,6 +119,22 @@ def test_a_read_that_hangs_keeps_its_place_until_it_ends(gate, stopped_server, e
             assert one.read(grant, 0, seed) == []
             one.release(grant)
     (gate / "slow").unlink()
+
+
+def test_reads_that_no_thread_has_begun_hold_no_places(gate, stopped_server, engine):
+    server = stopped_server.start(hold_percent="100")
+    one = engine()
+    for seed in range(10):
+        one.store(8, seed)
+    eventually(lambda: not tier(server).queued)
+    forget(server)
+    (gate / "stall").touch()
+    grants = [one.scheduler.lookup(keys(8, seed), 60.0, 1.0) for seed in range(10)]
+    assert not any(one.wait_for(grant).lease for grant in grants)
+    eventually(lambda: server.status().namespaces[0].groups[0].stripes <= HANDS)
+    (gate / "stall").unlink()
+    eventually(lambda: one.bring(8, seed=9).chunks == 8)
+    check(one, one.bring(8, seed=9), seed=9)
 
 
 def test_what_is_being_written_back_is_not_given_away(gate, stopped_server, engine):

@@ -67,7 +67,6 @@ def test_delete_leaves_no_parts_behind(engine, valkey):
 def test_what_somebody_else_wrote_under_our_name_is_a_miss(engine, valkey):
     valkey.say("SET", f"kvcellar:{NAME}", "x" * (16 + 64 + 1000))
     assert not engine.read(NAME, buffer(1000))
-    assert list(engine.list()) == []
     engine.write(NAME, buffer(1000, seed=1))
     assert engine.read(NAME, buffer(1000))
 
@@ -257,7 +256,8 @@ def test_databases_and_prefixes_are_apart(opened, valkey):
     for number, engine in enumerate(engines):
         assert engine.exist([NAME]) == [False]
         engine.write(NAME, buffer(1000 + number, seed=1))
-        assert list(engine.list()) == [(NAME, 1064 + number)]
+    for number, engine in enumerate(engines):
+        assert engine.read(NAME, buffer(1000 + number))
 
 
 def test_a_cluster_that_is_none_says_so(opened, valkey):
@@ -279,6 +279,8 @@ def test_a_cluster_that_is_none_says_so(opened, valkey):
         ("redis://h:99999", {}, "should be HOST:PORT"),
         ("redis://", {}, "should be HOST:PORT"),
         ("redis://h:1/zero", {}, "the number of a database"),
+        ("redis://a:1,b:2", {}, r"redis:// is one server; for a cluster use redis\+cluster://"),
+        ("rediss://a:1,b:2", {}, r"rediss:// is one server; for a cluster use rediss\+cluster://"),
         ("redis+cluster://h:1/1", {}, "the number of a database"),
     ],
 )

@@ -1,5 +1,6 @@
 """A real cluster of three masters: sharing, redirection, and life with a part of it gone."""
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
@@ -7,7 +8,8 @@ from redis.crc import key_slot
 
 from kvcellar.tiers import EngineError, redis_nodes
 from kvcellar.tiers.redis import RedisEngine
-from tests.server.engine import eventually
+from kvcellar.tiers.tier import Tier
+from tests.server.engine import PATIENCE, eventually
 from tests.tiers.conformance import MIB, buffer, same
 from tests.tiers.remote import RemoteConformance
 from tools.backends import Valkey, ValkeyCluster
@@ -74,7 +76,6 @@ def test_a_slot_that_moved_is_followed_and_remembered(cluster, engine):
         assert engine.read(name, target)
         assert same(buffer(3 * MIB, seed=1), target)
         assert engine.exist([name, "ns/large", name]) == [True, True, True]
-        assert name in dict(engine.list())
         engine.delete([name])
         assert engine.exist([name]) == [False]
     finally:
@@ -147,7 +148,8 @@ def test_a_paused_node_costs_its_own_keys_alone(cluster, opened, monkeypatch):
         with pytest.raises(EngineError, match="did not answer in time"):
             engine.read(names[0], buffer(1000))
         with pytest.raises(EngineError, match="a moment ago"):  # and this one costs nothing
-            engine.exist(names)
+            engine.read(names[0], buffer(1000))
+        assert engine.exist(names) == [False, True, True]
         for name in names[1:]:
             assert engine.read(name, buffer(1000))
     finally:
@@ -161,6 +163,24 @@ def test_a_paused_node_costs_its_own_keys_alone(cluster, opened, monkeypatch):
             return False
 
     eventually(heals)
+    eventually(cluster.formed)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_node_that_falls_silent_costs_the_others_no_answer(cluster, opened, number):
+    """Nor is any of them taken for silent: they are heard, whatever the order in which they are asked."""
+    engine = opened(cluster.url, timeout="3")
+    names = [name_in(cluster, node) for node in range(3)]
+    for name in names:
+        engine.write(name, buffer(1000, seed=1))
+    cluster.nodes[number].pause()
+    try:
+        assert engine.exist(names) == [node != number for node in range(3)]
+        others = [name for node, name in enumerate(names) if node != number]
+        assert all(engine.read(name, buffer(1000)) for name in others)
+    finally:
+        cluster.nodes[number].resume()
+    eventually(lambda: all(engine.exist(names)))
     eventually(cluster.formed)
 
 
@@ -181,7 +201,28 @@ def test_a_killed_node_costs_fast_errors_and_its_own_keys_alone(cluster, opened)
         engine.read(names[1], buffer(1000))
     for name in (names[0], names[2]):
         assert engine.read(name, buffer(1000))
+    assert engine.exist(names) == [True, False, True]
+    with pytest.raises(EngineError, match="is the server running"):
+        engine.exist([names[1]])
     with pytest.raises(EngineError, match="is the server running"):
         engine.write("ns/large", buffer(LARGE, seed=1))
+    asyncio.run(live_without_a_node(engine, names))
     with pytest.raises(EngineError, match="is the server running"):
         opened(cluster.url)
+
+
+async def live_without_a_node(engine: RedisEngine, names: list[str]) -> None:
+    """What the server sees of it: a tier that is up, and misses."""
+    tier = Tier("cluster", lambda: engine)
+    await tier.start(PATIENCE)
+    assert await tier.exist(names) == [True, False, True]
+    for _ in range(4):
+        assert not await tier.read(names[1], buffer(1000), lambda _: True)
+        assert not await tier.write(names[1], buffer(1000, seed=1))
+        assert not any(await tier.exist([names[1]]))
+    assert tier.state == ("up", "")
+    assert tier.stats.counts["errors"] == 12
+    for name in (names[0], names[2]):
+        assert await tier.read(name, buffer(1000), lambda _: True)
+        assert await tier.write(name, buffer(1000, seed=1))
+    tier.close()

@@ -1,6 +1,9 @@
 """A real S3 server (SeaweedFS): what it must do, and every way it can fail."""
 
 import contextlib
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import obstore
@@ -9,7 +12,7 @@ from obstore.store import S3Store
 
 from kvcellar.errors import ConfigError, EngineError
 from kvcellar.tiers.s3 import S3Engine, open_s3
-from tests.server.engine import eventually
+from tests.server.engine import PATIENCE, eventually
 from tests.tiers.conformance import MIB, buffer, name_of
 from tests.tiers.gate import Gate
 from tests.tiers.remote import NAME, RemoteConformance, answers, every_call, round_trip
@@ -41,9 +44,9 @@ def opened(seaweedfs: SeaweedFS) -> Iterator[Callable[..., S3Engine]]:
 
 
 @pytest.fixture
-def empty(opened: Callable[..., S3Engine]) -> None:
-    engine = opened()
-    engine.delete([name for name, _ in engine.list()])
+def empty(raw: S3Store) -> None:
+    for page in obstore.list(raw):
+        obstore.delete(raw, [one["path"] for one in page])
 
 
 @pytest.fixture
@@ -81,21 +84,13 @@ def test_a_truncated_or_longer_object_is_a_miss(engine, raw, change):
     assert engine.read(NAME, buffer(9 * MIB))
 
 
-def test_list_names_only_what_is_ours(engine, raw):
-    engine.write(NAME, buffer(100, seed=1))
-    obstore.put(raw, "README", b"not ours")
-    obstore.put(raw, "some/notes.txt", b"not ours")
-    assert list(engine.list()) == [(NAME, 164)]
-    obstore.delete(raw, ["README", "some/notes.txt"])
-
-
 def test_prefixes_are_apart(engine, opened):
     other = opened(prefix="other/place")
     engine.write(NAME, buffer(100, seed=1))
     assert other.exist([NAME]) == [False]
     other.write(NAME, buffer(200, seed=1))
-    assert dict(engine.list()) == {NAME: 164}
-    assert dict(other.list()) == {NAME: 264}
+    assert engine.read(NAME, buffer(100))
+    assert other.read(NAME, buffer(200))
     other.delete([NAME])
 
 
@@ -162,6 +157,39 @@ def test_no_keys_at_all_are_said(opened, monkeypatch):
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")  # where machines of a cloud have theirs
     with pytest.raises(EngineError, match="no keys were found; see AWS_ACCESS_KEY_ID"):
         opened(timeout="1")
+
+
+ASK_AND_END = """
+import sys, threading
+from datetime import timedelta
+from obstore.store import S3Store
+from kvcellar.tiers.s3 import S3Engine
+
+patient = {"allow_http": True, "timeout": timedelta(hours=1)}
+store = S3Store("bucket", endpoint=sys.argv[1], region="us-east-1", client_options=patient)
+engine = S3Engine(store, "", 3600.0)
+threading.Thread(target=engine.exist, args=[["a0/b0-0-0", "a0/b1-0-0"]], daemon=True).start()
+input()
+"""
+
+
+def test_an_endpoint_that_hangs_does_not_keep_a_process_that_ends(seaweedfs):
+    with Gate(seaweedfs.port) as gate:
+        gate.hold()
+        command = [sys.executable, "-c", ASK_AND_END, f"http://127.0.0.1:{gate.port}"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
+            eventually(lambda: gate.requests >= 2)
+            try:
+                process.communicate("\n", timeout=PATIENCE)
+            finally:
+                process.kill()
+        assert process.returncode == 0
+
+
+def test_an_engine_that_could_not_be_opened_leaves_no_threads(opened):
+    with pytest.raises(EngineError):
+        opened(port=1)
+    eventually(lambda: not [one for one in threading.enumerate() if "s3-head" in one.name])
 
 
 def test_nobody_there_is_said(opened):

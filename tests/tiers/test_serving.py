@@ -155,6 +155,23 @@ def test_several_that_wait_for_the_same_cause_one_read(cold, engine):
     assert cold.tier().counts["hits"] == 50
 
 
+def test_who_joins_a_read_has_time_of_his_own(gate, stopped_server, engine):
+    """The first gives up while some of what both wait for is not begun."""
+    cold = ColdServer(stopped_server).start()
+    one, other = engine(session="one"), engine(session="other")
+    one.store(40)
+    cold.settled()
+    cold.forget()
+    (gate / "slow").write_text("8000")  # bytes a second: half a second an object and thread
+    grants = [
+        each.scheduler.lookup(keys(40), PATIENCE, wait) for each, wait in ((one, 0.3), (other, PATIENCE))
+    ]
+    one.give_back(one.wait_for(grants[0]))
+    brought = other.wait_for(grants[1])
+    assert brought.chunks == 40
+    check(other, brought)
+
+
 def fill_memory(engine):
     """Push everything else out of a memory of 1 MiB."""
     for seed in range(100, 108):
@@ -179,6 +196,44 @@ def test_what_is_brought_into_full_memory_goes_with_its_last_reader(cold, engine
     grant = one.bring(8)
     check(one, grant)
     assert one.hit(8) == 8, "wanted twice: it stays"
+
+
+def test_what_is_brought_once_is_temporary_in_every_group(cold, engine):
+    """The same key in two groups is not a chunk that was brought twice."""
+    cold.wipe(memory="1MiB")
+    one = engine("hybrid")
+    one.store(8)
+    cold.settled()
+    fill_memory(one)
+    grant = one.bring(8)
+    assert grant.chunks == 8
+    check(one, grant)
+    eventually(lambda: cold.server.leases() == 0)
+    groups = cold.server.status().namespaces[0].groups
+    assert [group.left_by.get("temporary", 0) for group in groups] == [8, 2]
+
+
+def test_one_pass_over_much_cold_kv_leaves_memory_as_it_was(cold, engine):
+    """More than memory holds, each prompt read once; what engines use stays but for a prompt or two."""
+    cold.wipe(memory="1MiB", hold_percent="100")
+    one = engine()
+    for seed in range(40):
+        one.store(8, seed)
+        cold.settled()  # or memory would run over before all are written
+    cold.forget()
+    fill_memory(one)
+    cold.settled()
+    [before] = cold.server.status().namespaces[0].groups
+    assert before.free == 0
+    brought = 0
+    for seed in range(40):
+        grant = one.bring(8, seed)
+        brought += grant.chunks
+        check(one, grant, seed)
+        eventually(lambda: cold.server.leases() == 0)
+    [after] = cold.server.status().namespaces[0].groups
+    assert brought > after.slots
+    assert after.left_by["evicted"] - before.left_by.get("evicted", 0) <= 16
 
 
 def test_memory_that_moves_to_another_namespace_is_unmapped(stopped_server, engine):

@@ -27,6 +27,7 @@ class Switched(MemoryEngine):
         self.error: Exception | None = None
         self.errors: list[Exception] = []  # one each for the next calls
         self.failing_writes: Exception | None = None
+        self.failing_deletes: Exception | None = None
         self.calls = 0
 
     def _trouble(self) -> None:
@@ -50,6 +51,11 @@ class Switched(MemoryEngine):
     def exist(self, names):
         self._trouble()
         return super().exist(names)
+
+    def delete(self, names):
+        if self.failing_deletes is not None:
+            raise self.failing_deletes
+        super().delete(names)
 
 
 class Clock:
@@ -146,6 +152,20 @@ def test_what_is_not_intact_is_a_miss_is_counted_and_removed(run):
     run(test)
 
 
+def test_what_is_not_intact_and_cannot_be_removed_costs_itself_alone(run):
+    async def test(rig):
+        for number in range(2):
+            await rig.tier.write(name_of(number), buffer(5000, seed=number))
+        rig.engine.failing_deletes = EngineError("AccessDenied")
+        for _ in range(4):
+            assert not await rig.tier.read(name_of(1), buffer(5000), lambda _: False)
+        assert rig.tier.state == ("up", "")
+        assert rig.tier.stats.counts == {"corrupt": 4}
+        assert await rig.tier.read(name_of(0), buffer(5000), intact)
+
+    run(test)
+
+
 def test_one_failure_is_tried_again_and_not_noticed(run):
     async def test(rig):
         await rig.tier.write(name_of(1), buffer(10, seed=1))
@@ -195,6 +215,26 @@ def test_an_engine_that_breaks_in_any_way_is_an_engine_that_fails(run):
     run(test)
 
 
+def test_a_question_that_fails_or_is_never_put_does_not_count_as_an_answers_time(run):
+    """Engines would take the tier for slow, and never wait for it again."""
+
+    async def test(rig):
+        await rig.tier.exist([name_of(1)])
+        usual = rig.tier.stats.latency_s
+        assert usual > 0
+        await rig.down()
+        await rig.tier.exist([name_of(1)])
+        assert rig.tier.stats.counts["errors"] == 3
+        assert rig.tier.stats.counts["skipped"] == 1
+        assert rig.tier.stats.latency_s == usual
+        rig.engine.error = None
+        rig.clock.ahead += PAUSE_S
+        await rig.tier.exist([name_of(1)])
+        assert rig.tier.stats.latency_s != usual
+
+    run(test)
+
+
 def test_a_call_that_hangs_opens_the_breaker_and_holds_its_buffer_until_it_returns(run):
     async def test(rig):
         await rig.tier.write(name_of(1), buffer(10, seed=1))
@@ -214,16 +254,25 @@ def test_a_call_that_hangs_opens_the_breaker_and_holds_its_buffer_until_it_retur
 
 
 def test_with_every_thread_stuck_nobody_waits_once_it_is_known(run):
+    """Nor does what queued behind them keep its buffers: no thread will ever have those."""
+
     async def test(rig):
         rig.engine.gate.clear()
         stuck = [rig.tier.read(name_of(n), buffer(10), intact) for n in range(HANDS)]
         queued = [rig.tier.exist([name_of(1)]) for _ in range(10)]
+        queued += [rig.tier.read(name_of(1), buffer(10), intact) for _ in range(10)]
+        write = rig.tier.write(name_of(2), buffer(10, seed=2))
         await rig.overdue(HANDS)
         assert not await rig.tier.read(name_of(1), buffer(10), intact)
-        calls = rig.engine.calls
+        assert not any(map(any, await asyncio.gather(*queued[:10])))
+        assert not any(await asyncio.gather(*queued[10:]))
+        assert not any(one.done() for one in stuck), "the engine has their buffers"
+        assert not write.done(), "writes were not seen to fail"
         rig.engine.gate.set()
-        await asyncio.gather(*stuck, *queued)
-        assert rig.engine.calls <= calls + len(queued)
+        await asyncio.gather(*stuck)
+        assert await write
+        assert rig.engine.calls == HANDS + 1
+        assert rig.tier.state == ("up", "")
 
     run(test)
 
@@ -234,13 +283,52 @@ def test_what_nobody_wants_any_more_is_not_begun(run):
         stuck = [rig.tier.exist([name_of(n)]) for n in range(HANDS)]
         while rig.engine.calls < HANDS:
             await asyncio.sleep(0.001)
-        late = rig.tier.read(name_of(1), buffer(10), intact, give_up=rig.clock() + 1)
+        give_up = rig.clock() + 1
+        late = rig.tier.read(name_of(1), buffer(10), intact, lambda: give_up)
         rig.clock.ahead += 2
         rig.engine.gate.set()
         assert not await late
         await asyncio.gather(*stuck)
         assert rig.engine.calls == HANDS
         assert rig.tier.state == ("up", "")
+
+    run(test)
+
+
+def test_what_nobody_wants_any_more_does_not_wait_for_a_thread(run):
+    async def test(rig):
+        rig.engine.gate.clear()
+        stuck = [rig.tier.exist([name_of(n)]) for n in range(HANDS)]
+        while rig.engine.calls < HANDS:
+            await asyncio.sleep(0.001)
+        give_up = rig.clock() + 1
+        late = rig.tier.read(name_of(1), buffer(10), intact, lambda: give_up)
+        rig.clock.ahead += 2
+        assert not await late
+        assert not any(one.done() for one in stuck)
+        rig.engine.gate.set()
+        await asyncio.gather(*stuck)
+        assert rig.engine.calls == HANDS
+        assert rig.tier.state == ("up", "")
+
+    run(test)
+
+
+def test_what_somebody_with_more_time_joined_is_begun(run):
+    async def test(rig):
+        await rig.tier.write(name_of(1), buffer(10, seed=1))
+        rig.engine.gate.clear()
+        rig.engine.calls = 0
+        stuck = [rig.tier.exist([name_of(n)]) for n in range(HANDS)]
+        while rig.engine.calls < HANDS:
+            await asyncio.sleep(0.001)
+        give_up = rig.clock() + 1
+        joined = rig.tier.read(name_of(1), buffer(10), intact, lambda: give_up)
+        give_up += 60
+        rig.clock.ahead += 2
+        rig.engine.gate.set()
+        assert await joined
+        await asyncio.gather(*stuck)
 
     run(test)
 
@@ -258,12 +346,16 @@ def test_close_waits_for_nobody(run):
 
 def test_wrong_settings_are_refused_at_the_start_and_an_absent_engine_is_not():
     async def test():
+        asked = []
+
         def refuse():
+            asked.append("once")
             raise StartupError("no such bucket; make it")
 
         refused = Tier("test", refuse)
         with pytest.raises(StartupError, match="make it"):
             await refused.start(5.0)
+        assert asked == ["once"]
         refused.close()
 
         clock = Clock()

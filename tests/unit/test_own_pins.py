@@ -6,6 +6,8 @@ from kvcellar.ledger import Ledger, audit
 from kvcellar.server.fetch import Promotion
 from tests.support import Engine, keys, namespace
 
+A, B, C, D, X, Y, Z = keys(7)
+
 
 @pytest.fixture
 def ledger():
@@ -80,9 +82,58 @@ def test_write_back_is_told_of_what_was_published_later_chunks_first(ledger, eng
     assert told == [(engine.room, 0, keys(3)[::-1])]
 
 
+def bring(shelf, key) -> None:
+    """Read once from a tier, as a server does with what it will not keep."""
+    stripe = shelf.take(key, None, temporary=True)
+    shelf.publish([stripe])
+    shelf.remove(stripe, "temporary")
+
+
+def test_a_place_that_was_vacated_is_no_room(engine):
+    """Or one pass over cold KV would evict everybody: each leaves a place in which the next one stays."""
+    [shelf] = engine.room.shelves
+    assert shelf.has_room
+    engine.store([A, B, C, D])
+    assert not shelf.has_room
+    for key in (X, Y, Z):
+        bring(shelf, key)
+        assert (shelf.free_slots, shelf.has_room) == (1, False)
+    assert shelf.left_by == {"evicted": 1, "temporary": 3}
+
+
+def test_a_place_for_what_could_not_be_read_after_all_is_no_room_either(engine):
+    [shelf] = engine.room.shelves
+    engine.store([A, B, C, D])
+    shelf.remove(shelf.take(X, None, temporary=True), "aborted")
+    assert (shelf.free_slots, shelf.has_room) == (1, False)
+
+
+def test_what_others_leave_is_room_beside_vacated_places(engine):
+    [shelf] = engine.room.shelves
+    engine.store([A, B, C, D])
+    bring(shelf, X)
+    read = engine.lookup([A])
+    engine.ledger.condemn(engine.session, 0, read.lease, 0, 0)
+    engine.release(read)
+    assert (shelf.free_slots, shelf.has_room) == (2, True)
+    engine.store([Y])
+    assert (shelf.free_slots, shelf.has_room) == (1, False)
+    engine.store([Z])
+    assert (shelf.free_slots, shelf.has_room) == (0, False)
+
+
+def test_after_a_clear_every_place_is_room(engine):
+    [shelf] = engine.room.shelves
+    engine.store([A, B, C, D])
+    bring(shelf, X)
+    shelf.clear()
+    assert (shelf.free_slots, shelf.has_room) == (4, True)
+
+
 def test_what_is_brought_up_is_kept_where_there_is_room_or_when_it_comes_again():
     promotion = Promotion(size=2)
-    one, two, three, four = keys(4)
+    space = namespace().id
+    one, two, three, four = ((space, 0, key) for key in keys(4))
     assert promotion.keeps(one, is_room=True)
     assert not promotion.keeps(two, is_room=False)
     assert promotion.keeps(two, is_room=False)
@@ -90,3 +141,12 @@ def test_what_is_brought_up_is_kept_where_there_is_room_or_when_it_comes_again()
     assert not promotion.keeps(three, is_room=False)
     assert not promotion.keeps(four, is_room=False)
     assert not promotion.keeps(two, is_room=False), "forgotten: only so many are remembered"
+
+
+def test_the_same_key_in_another_group_or_namespace_comes_for_the_first_time():
+    promotion, [key] = Promotion(), keys(1)
+    mine, other = namespace().id, namespace(tenant="other").id
+    assert not promotion.keeps((mine, 0, key), is_room=False)
+    assert not promotion.keeps((mine, 1, key), is_room=False)
+    assert not promotion.keeps((other, 0, key), is_room=False)
+    assert promotion.keeps((mine, 0, key), is_room=False)

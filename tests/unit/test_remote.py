@@ -54,6 +54,25 @@ def test_a_secret_is_read_when_it_is_used(tmp_path, monkeypatch):
         secret.read()
 
 
+@pytest.mark.parametrize(
+    ("url", "label"),
+    [
+        ("redis://h:1/0?ttl=5", "redis://h:1/0"),
+        ("redis://user:pass@h:1", "redis://h:1"),
+        ("redis://:pa/ss@h:1", "redis://h:1"),
+        ("redis://:p@/s@h:1", "redis://h:1"),
+        ("disk:///mnt/a@b/c", "disk:///mnt/a@b/c"),
+    ],
+)
+def test_a_label_holds_no_password_whatever_is_in_it(url, label):
+    assert parse_spec(url).label == label
+
+
+@pytest.mark.parametrize(("written", "path"), [("/etc/a+b", "/etc/a+b"), ("/etc/a%20b", "/etc/a b")])
+def test_an_option_is_what_was_written(written, path):
+    assert parse_spec(f"redis://h?password_file={written}").options == {"password_file": path}
+
+
 LONG = "x" * 300
 
 

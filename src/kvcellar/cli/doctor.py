@@ -23,7 +23,7 @@ from kvcellar.slab import PAGE
 from kvcellar.tiers.disk import DiskEngine, parse_disk
 from kvcellar.tiers.engine import Buffer, Engine
 from kvcellar.tiers.folder import Folder
-from kvcellar.tiers.registry import TierSpec, parse_spec
+from kvcellar.tiers.registry import TierSpec, label_of, parse_spec
 
 _SIZE = 4 << 20
 _ROUNDS = 4
@@ -81,7 +81,7 @@ def _plain(finding: Finding) -> dict[str, Any]:
 
 
 def _examine(url: str) -> Finding:
-    label = url.partition("?")[0]
+    label = label_of(url)
     try:
         spec = parse_spec(url)
         label = spec.label

@@ -54,6 +54,7 @@ class Shelf:
         self._index: dict[ChunkKey, Stripe] = {}
         self._children: dict[ChunkKey, int] = {}  # how many stripes name this key as their parent
         self._free: list[Place] = []
+        self._vacated = 0  # of the free places: those that temporary stripes have left
         self._limbo: list[Place] = []
         self._hidden = 0
         self._stuck = False  # nothing may go, and nothing has changed since that was found
@@ -74,6 +75,13 @@ class Shelf:
     @property
     def free_slots(self) -> int:
         return len(self._free)
+
+    @property
+    def has_room(self) -> bool:
+        """A place is free, and nobody had to go for it: what a temporary stripe has left does not count, or
+        the next one would stay there, and evict somebody for good.
+        """
+        return len(self._free) > self._vacated
 
     # -- reading ----------------------------------------------------------------------------------------
 
@@ -127,6 +135,7 @@ class Shelf:
             self._drop_child(parent)
             return None
         stripe = Stripe(key, self._free.pop(), parent, temporary=temporary)
+        self._vacated = min(self._vacated, len(self._free))
         self.tables[rack_of(stripe.place)].write(slot_of(stripe.place), key, parent)
         self._add_key(stripe)
         return stripe
@@ -151,9 +160,11 @@ class Shelf:
         if stripe.indexed:
             self._unindex(stripe)
             self.left_by[reason] += 1
+            self._vacated += stripe.temporary
         else:
             self._hidden -= 1  # counted when it was hidden
         self._release_place(stripe)
+        self._vacated = min(self._vacated, len(self._free))
 
     def hide(self, stripe: Stripe, reason: str) -> None:
         """Nobody finds it any more. Its place is free at once, or when those who use it now are done."""
@@ -172,6 +183,7 @@ class Shelf:
         stripes = list(self._index.values())
         for stripe in stripes:
             self.hide(stripe, "cleared")
+        self._vacated = 0  # nobody is left to come back
         return len(stripes)
 
     # -- racks ------------------------------------------------------------------------------------------
@@ -223,6 +235,7 @@ class Shelf:
         for stripe in [s for s in self._index.values() if rack_of(s.place) == number]:
             self.remove(stripe, "returned")
         self._free = [place for place in self._free if rack_of(place) != number]
+        self._vacated = min(self._vacated, len(self._free))
         del self.tables[number]
 
     def set_guarded(self, guarded: bool) -> None:
@@ -238,6 +251,7 @@ class Shelf:
         """No place lost or in two hands; `pins` says how many read leases hold the stripe with that id()."""
         places = [*self._free, *self._limbo, *(stripe.place for stripe in self._index.values())]
         assert len(set(places)) == len(places), "a place in two hands"
+        assert 0 <= self._vacated <= len(self._free), "vacated places miscounted"
         assert len(places) + self._hidden == self.slots, (
             f"{len(places)} + {self._hidden} of {self.slots} places"
         )

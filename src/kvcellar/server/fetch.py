@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from kvcellar.errors import Corrupt
-from kvcellar.identity import ChunkKey
+from kvcellar.identity import ChunkKey, NamespaceId
 from kvcellar.ledger import Ledger, Shelf, Stripe
 from kvcellar.server.objects import Goods, Objects
 from kvcellar.server.steward import Steward
@@ -20,8 +20,11 @@ from kvcellar.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
 
-# How many keys are remembered that were brought up for one use only.
+# How many stripes are remembered that were brought up for one use only.
 _REMEMBERED = 1 << 16
+
+# Which stripe it is: namespace, group, key. Equal keys of two namespaces or groups are different things.
+At = tuple[NamespaceId, int, ChunkKey]
 
 
 class Promotion:
@@ -31,13 +34,13 @@ class Promotion:
 
     def __init__(self, size: int = _REMEMBERED) -> None:
         self._size = size
-        self._seen: dict[ChunkKey, None] = {}
+        self._seen: dict[At, None] = {}
 
-    def keeps(self, key: ChunkKey, *, is_room: bool) -> bool:
-        if is_room or key in self._seen:
-            self._seen.pop(key, None)
+    def keeps(self, at: At, *, is_room: bool) -> bool:
+        if is_room or at in self._seen:
+            self._seen.pop(at, None)
             return True
-        self._seen[key] = None
+        self._seen[at] = None
         if len(self._seen) > self._size:
             del self._seen[next(iter(self._seen))]
         return False
@@ -50,7 +53,12 @@ class Fetch:
         self.key = key
         self.parent = parent
         self.waiting: set[Wait] = set()
+        self.give_up = 0.0  # when the last of all that ever waited does: on the monotonic clock
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    @property
+    def at(self) -> At:
+        return self.goods.namespace_id, self.group, self.key
 
     @property
     def is_here(self) -> bool:
@@ -71,7 +79,7 @@ class Fetches:
         self._steward = steward
         self._writeback = writeback
         self._tiers = tiers
-        self._running: dict[tuple[bytes, int, ChunkKey], Fetch] = {}
+        self._running: dict[At, Fetch] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def want(self, wait: Wait, group: int, chunk: int, sources: list[Tier]) -> asyncio.Future[bool] | None:
@@ -86,9 +94,10 @@ class Fetches:
                 return self._hold(wait, shelf, stripe) if stripe.ready else None  # an engine is writing it
             parent = wait.keys[chunk - 1] if chunk else None
             fetch = self._running[at] = Fetch(goods, group, key, parent)
-            task = asyncio.create_task(self._run(fetch, at, sources, wait.deadline))
+            task = asyncio.create_task(self._run(fetch, sources))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        fetch.give_up = max(fetch.give_up, wait.deadline)
         fetch.waiting.add(wait)
         wait.fetches.add(fetch)
         return asyncio.shield(fetch.done)
@@ -100,37 +109,38 @@ class Fetches:
         held.set_result(True)
         return held
 
-    async def _run(
-        self, fetch: Fetch, at: tuple[bytes, int, ChunkKey], sources: list[Tier], give_up: float
-    ) -> None:
+    async def _run(self, fetch: Fetch, sources: list[Tier]) -> None:
         stripe = source = None
         try:
-            stripe = await self._take(fetch, give_up)
+            stripe = await self._take(fetch)
             if stripe is not None:
-                source = await self._read(fetch, stripe, sources, give_up)
+                source = await self._read(fetch, stripe, sources)
         except (OSError, Corrupt) as error:  # a slab that cannot be mapped: nobody has begun to write to it
             log.warning("cannot bring up an object: %s", error)
         # Not in a `finally`: when the server ends, a thread may still be writing to the place.
-        del self._running[at]
+        del self._running[fetch.at]
         if stripe is not None:
             self._settle(fetch, stripe, source)
         fetch.done.set_result(source is not None)
 
-    async def _take(self, fetch: Fetch, give_up: float) -> Stripe | None:
+    async def _take(self, fetch: Fetch) -> Stripe | None:
         shelf, room = fetch.shelf, fetch.goods.room
         growth = self._steward.grow(room, fetch.group, 1)
         if growth is not None:
-            await asyncio.wait([growth], timeout=max(0.0, give_up - time.monotonic()))
+            await asyncio.wait([growth], timeout=max(0.0, fetch.give_up - time.monotonic()))
         if shelf.get(fetch.key) is not None:
             return None  # an engine was faster
-        keeps = self.promotion.keeps(fetch.key, is_room=shelf.free_slots > 0)
+        keeps = self.promotion.keeps(fetch.at, is_room=shelf.has_room)
         return shelf.take(fetch.key, fetch.parent, temporary=not keeps)
 
-    async def _read(self, fetch: Fetch, stripe: Stripe, sources: list[Tier], give_up: float) -> Tier | None:
+    async def _read(self, fetch: Fetch, stripe: Stripe, sources: list[Tier]) -> Tier | None:
         """The tier that had all of it. Returns only when no thread writes to the place any more."""
         objects = self.objects.of_stripe(fetch.goods, fetch.group, fetch.key, stripe.place)
         for tier in sources:
-            reads = [tier.read(one.name, one.buffer, one.seal.checker(fetch.key), give_up) for one in objects]
+            reads = [
+                tier.read(one.name, one.buffer, one.seal.checker(fetch.key), lambda: fetch.give_up)
+                for one in objects
+            ]
             if all(await asyncio.gather(*reads)):
                 return tier
         return None

@@ -308,7 +308,7 @@ class Prefetch:
             if not asked or not tier.can_read or tier in wait.silent:
                 continue
             names = [wait.goods.probe_name(group, wait.keys[chunk]) for group, chunk in asked]
-            answer = tier.exist(names, wait.deadline)
+            answer = tier.exist(names, lambda: wait.deadline)
             usual = 10 * tier.stats.latency_s or _FIRST_SAY_S
             await asyncio.wait([answer], timeout=max(_SAY_S, usual, wait.left / 10))
             if not answer.done():

@@ -20,7 +20,8 @@ from kvcellar.tiers.crate import CrateShape, fit_shape
 
 # A crate is a 64th of the disk, so that a new size finds its share soon, within these bounds.
 _SHARE, _SMALLEST, _LARGEST = 64, 256 << 10, 4 << 30
-# After the file system refused to give more: it is asked again, but not at every write.
+# After the file system refused to give more: it is asked again, but not at every write. Nor does more than
+# one crate go in that time to make room in it, or writes would empty the disk while others fill it.
 _RETRY_S = 5.0
 
 
@@ -62,9 +63,12 @@ class Books:
         self._shapes: dict[int, CrateShape] = {}  # by number of crate
         self._busy: set[int] = set()  # numbers of crates that are being made or removed
         self._users: Counter[int] = Counter()  # by crate: slots being read or written
+        self._left: Counter[int] = Counter()  # by crate: slots that are not used, since they cannot be
         self._written = 0
         self._retry_at = 0.0
-        self.refusal = ""  # why the file system gave no more, until it does
+        self._sacrifice_at = 0.0  # when another crate may go because the file system is full
+        self._is_full = False  # why the file system gave no more: others took the space
+        self.refusal = ""  # the same in words, until it gives more
 
     # -- slots ------------------------------------------------------------------------------------------
 
@@ -90,6 +94,12 @@ class Books:
         number = rack_of(place)
         self._users[number] -= 1
         self._classes[self._shapes[number].slot_bytes].free.append(place)
+
+    def leave(self, place: Place) -> None:
+        """A slot that was taken and cannot be written: not used any more, as long as this server runs."""
+        number = rack_of(place)
+        self._users[number] -= 1
+        self._left[number] += 1
 
     def publish(self, stripe: Stripe) -> None:
         stripe.ready = True
@@ -159,12 +169,14 @@ class Books:
         self._add(step.number, step.shape)
         self._add_free(step.number, reversed(range(step.shape.slots)))
 
-    def not_grown(self, step: Grow, why: str) -> bool:
-        """The file system gave no more. Is there anything to evict instead?"""
+    def not_grown(self, step: Grow, why: str, *, is_full: bool) -> bool:
+        """The file system gave no more; `is_full`: it would, if there were space. Is there anything to evict
+        instead?
+        """
         self._busy.discard(step.number)
         self.used -= step.shape.file_bytes
         self._retry_at = self._clock() + _RETRY_S
-        self.refusal = why
+        self.refusal, self._is_full = why, is_full
         sizes = self._sizes(step.shape.slot_bytes)
         sizes.growing = False
         return bool(sizes.crates)
@@ -172,6 +184,7 @@ class Books:
     def removed(self, step: GiveUp) -> None:
         self._busy.discard(step.number)
         self.used -= step.shape.file_bytes
+        self._retry_at = 0.0  # now there is space again, and somebody waits for it
 
     def check(self) -> None:
         """Do they balance? When nobody is reading, writing or scanning."""
@@ -179,7 +192,8 @@ class Books:
         places = [stripe.place for stripe in self.index.values()]
         places += [place for sizes in self._classes.values() for place in sizes.free]
         assert len(set(places)) == len(places), "a slot in two hands"
-        assert len(places) == sum(shape.slots for shape in self._shapes.values()), "lost slots"
+        slots = sum(shape.slots for shape in self._shapes.values())
+        assert len(places) + self._left.total() == slots, "lost slots"
         files = sum(shape.file_bytes for shape in self._shapes.values())
         assert PAGE + files == self.used <= self.capacity, "bytes miscounted"
 
@@ -223,7 +237,13 @@ class Books:
                 sizes.growing = True
                 return Grow(number, shape)
         victim = self._victim(sizes)
-        return None if victim is None else self._give_up(victim)
+        if victim is None:
+            return None
+        if self._clock() < self._retry_at:
+            if not self._is_full or self._clock() < self._sacrifice_at:
+                return None
+            self._sacrifice_at = self._clock() + _RETRY_S
+        return self._give_up(victim)
 
     def _victim(self, sizes: SizeClass) -> int | None:
         """A crate of another size that has more than its share, while this one has less than half; or of a
@@ -251,7 +271,7 @@ class Books:
         sizes.file_bytes -= shape.file_bytes
         if not sizes.crates:
             del self._classes[shape.slot_bytes]
-        del self._shapes[number]
+        del self._shapes[number], self._left[number]
         self._busy.add(number)
         return GiveUp(number, shape)
 

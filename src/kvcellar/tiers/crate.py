@@ -33,6 +33,9 @@ from kvcellar.tiers.engine import Buffer
 
 log = logging.getLogger(__name__)
 
+# What Linux says of one place of a device; of the others it says nothing.
+BAD_SECTOR = frozenset((errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO))
+
 MAX_NAME = 104
 NAME_PATTERN = re.compile(r"crate-(\d{4,5})\.(data|index|draft)")
 

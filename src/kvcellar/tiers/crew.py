@@ -7,11 +7,11 @@ a dead disk or network never ends. These are daemons: a stuck one costs the crew
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 
 class Crew:
     def __init__(self, name: str, hands: int) -> None:
-        self.hands = hands
         self._urgent: deque[Callable[[], None]] = deque()
         self._rest: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -28,6 +28,15 @@ class Crew:
         with self._wake:
             (self._urgent if urgent else self._rest).append(call)
             self._wake.notify()
+
+    def withdraw(self, call: Callable[[], None]) -> bool:
+        """True: no thread has taken it, and none will."""
+        with self._wake:
+            for queue in (self._urgent, self._rest):
+                with suppress(ValueError):
+                    queue.remove(call)
+                    return True
+        return False
 
     def close(self) -> None:
         """What is queued is still worked off; then the threads end. Waits for nothing."""

@@ -8,21 +8,23 @@ is never given away. What an earlier server left is found again by a thread whil
 it is a miss. What to evict, and which size gets how much of the disk, is decided in books.py.
 """
 
+import errno
 import hashlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import unquote
 
 from kvcellar.config import parse_bytes
-from kvcellar.errors import ConfigError, Corrupt, StartupError
+from kvcellar.errors import ConfigError, Corrupt
 from kvcellar.identity import ChunkKey
 from kvcellar.ledger.stripe import Stripe
 from kvcellar.slab import PAGE, Place, place_of, rack_of, slot_of
 from kvcellar.tiers.books import Books, GiveUp, Grow
-from kvcellar.tiers.crate import MAX_NAME, Crate
+from kvcellar.tiers.crate import BAD_SECTOR, MAX_NAME, Crate
 from kvcellar.tiers.engine import Buffer, EngineError, Usage
 from kvcellar.tiers.folder import Folder
 
@@ -36,17 +38,22 @@ class DiskEngine:
     def __init__(
         self, folder: Path, capacity: int | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Raises StartupError for a folder or a size that will not do."""
+        """Raises StartupError for a folder or a size that will not do, EngineError if what is there cannot
+        be opened now.
+        """
         self._folder = Folder(folder)
-        try:
-            self._books = Books(self._folder.check_size(capacity), clock)
-        except StartupError:
-            self._folder.close()
-            raise
-        self._lock = threading.Condition()  # guards the three below; told of when a crate was made
+        self._lock = threading.Condition()  # guards the four below; told of when a crate was made
         self._crates: dict[int, Crate] = {}
         self._closed = False
-        found = self._adopt()
+        self._doubtful: set[bytes] = set()  # what could not be read once
+        try:
+            self._books = Books(self._folder.check_size(capacity), clock)
+            found = self._adopt()
+        except Exception:  # whoever tries again finds it as it was
+            for crate in self._crates.values():
+                crate.close()
+            self._folder.close()
+            raise
         self._books.scanning = bool(found)
         threading.Thread(target=self._scan, args=(found,), name="kvcellar-disk-scan", daemon=True).start()
 
@@ -72,29 +79,25 @@ class DiskEngine:
         except OSError as error:
             with self._lock:
                 del self._books.index[digest]
-                self._books.give(place)
+                # A bad sector would be the next to be given out, and fail again, for ever.
+                (self._books.leave if error.errno in BAD_SECTOR else self._books.give)(place)
             raise self._trouble(error) from None
         with self._lock:
             self._books.publish(stripe)
 
     def read(self, name: str, target: Buffer) -> bool:
-        stripe = self._pin(name)
-        if stripe is None:
-            return False
-        crate, slot = self._crates[rack_of(stripe.place)], slot_of(stripe.place)
-        try:
+        with self._pinned(name) as found:
+            if found is None:
+                return False
+            stripe, crate, slot = found
             entry = crate.entry(slot)
             if entry is not None and entry[:2] != (name, target.size):
                 return False
             if entry is None or not crate.read(slot, target):
-                self.delete([name])  # somebody cut a file short, or wrote to it
+                self._discard(stripe, crate)  # somebody cut a file short, or wrote to it
                 return False
             target.header[:] = entry[2]
             return True
-        except OSError as error:
-            raise self._trouble(error) from None
-        finally:
-            self._unpin(stripe)
 
     def exist(self, names: Sequence[str]) -> list[bool]:
         self._check_open()
@@ -103,37 +106,10 @@ class DiskEngine:
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
-            stripe = self._pin(name)
-            if stripe is None:
-                continue
-            try:
-                self._crates[rack_of(stripe.place)].free(slot_of(stripe.place))
-            except OSError as error:
-                raise self._trouble(error) from None
-            finally:
-                with self._lock:
-                    if stripe.indexed:
-                        self._books.drop(stripe)
-                self._unpin(stripe)
-
-    def list(self) -> Iterator[tuple[str, int]]:
-        with self._lock:
-            self._check_open()
-            digests = [*self._books.index]
-        for digest in digests:
-            with self._lock:
-                stripe = self._books.pin(digest)
-            if stripe is None:
-                continue
-            crate = self._crates[rack_of(stripe.place)]
-            try:
-                entry = crate.entry(slot_of(stripe.place))
-            except OSError as error:
-                raise self._trouble(error) from None
-            finally:
-                self._unpin(stripe)
-            if entry is not None:
-                yield entry[0], crate.shape.slot_bytes
+            with self._pinned(name) as found:
+                if found is not None:
+                    stripe, crate, _ = found
+                    self._discard(stripe, crate)
 
     def usage(self) -> Usage:
         books = self._books
@@ -159,14 +135,47 @@ class DiskEngine:
 
     # -- slots and crates -------------------------------------------------------------------------------
 
-    def _pin(self, name: str) -> Stripe | None:
+    @contextmanager
+    def _pinned(self, name: str) -> Iterator[tuple[Stripe, Crate, int] | None]:
+        """Where it is, if it is there: until this is over nobody writes there. Trouble with the disk becomes
+        an EngineError.
+        """
         with self._lock:
             self._check_open()
-            return self._books.pin(_digest(name))
+            stripe = self._books.pin(_digest(name))
+        if stripe is None:
+            yield None
+            return
+        crate = self._crates[rack_of(stripe.place)]
+        try:
+            yield stripe, crate, slot_of(stripe.place)
+        except OSError as error:
+            if error.errno in BAD_SECTOR:
+                self._doubt(stripe, crate)
+            raise self._trouble(error) from None
+        finally:
+            with self._lock:
+                self._books.unpin(stripe)
 
-    def _unpin(self, stripe: Stripe) -> None:
+    def _doubt(self, stripe: Stripe, crate: Crate) -> None:
+        """It could not be read. The second time it goes, or every lookup would find it, and none get it; not
+        the first, or the tier, which tries again, would meet a mere miss and never see that a disk is dead.
+        """
         with self._lock:
-            self._books.unpin(stripe)
+            is_known = stripe.key in self._doubtful
+            (self._doubtful.discard if is_known else self._doubtful.add)(stripe.key)
+        if is_known:
+            with suppress(OSError):
+                self._discard(stripe, crate)
+
+    def _discard(self, stripe: Stripe, crate: Crate) -> None:
+        """By somebody who pins it: nobody finds it any more. The slot is free when nobody reads it."""
+        try:
+            crate.free(slot_of(stripe.place))
+        finally:
+            with self._lock:
+                if stripe.indexed:
+                    self._books.drop(stripe)
 
     def _take(self, slot_bytes: int) -> Place:
         for _ in range(_TRIES):
@@ -194,7 +203,8 @@ class DiskEngine:
         except OSError as error:
             log.warning("%s: no new crate: %s", self._folder.path, error.strerror)
             with self._lock:
-                can_evict = self._books.not_grown(step, error.strerror or str(error))
+                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                can_evict = self._books.not_grown(step, error.strerror or str(error), is_full=is_full)
                 self._lock.notify_all()
             if not can_evict:
                 raise self._trouble(error) from None
@@ -217,7 +227,9 @@ class DiskEngine:
     # -- what an earlier server left --------------------------------------------------------------------
 
     def _adopt(self) -> Sequence[Crate]:
-        """Open its crates; what is torn, or does not fit any more, is removed."""
+        """Open its crates; what is torn, or does not fit any more, is removed. What cannot be opened may be
+        as good as ever: too many files may be open, or somebody has changed a permission.
+        """
         for number in self._folder.crate_numbers():
             try:
                 crate = Crate.open(self._folder.path, number)
@@ -225,6 +237,8 @@ class DiskEngine:
                     crate.close()
                     raise Corrupt(f"crate {number} does not fit into {self._books.capacity} bytes any more")
             except (OSError, Corrupt) as error:
+                if isinstance(error, OSError) and error.errno not in BAD_SECTOR:
+                    raise EngineError(f"{self._folder.path}: crate {number}: {error.strerror}") from None
                 log.warning("%s: not adopted: %s", self._folder.path, error)
                 self._folder.remove_crate(number)
                 continue

@@ -1,18 +1,22 @@
 """What a storage engine must do to be a tier. Small on purpose: everything else is the tier's own work.
 
-An engine reads, writes, deletes and lists values by name. It knows nothing of namespaces, chunks, capacity
+An engine reads, writes and deletes values by name. It knows nothing of namespaces, chunks, capacity
 policy, retries or deadlines. Its methods block; the tier calls them from several threads at once and bounds
 how many. A value is an object header of 64 bytes followed by the object's bytes, so that it describes itself
 wherever it lies.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kvcellar.errors import EngineError
 from kvcellar.identity import ChunkKey, NamespaceId
 
-__all__ = ["Buffer", "Engine", "EngineError", "Usage", "object_name"]
+__all__ = ["Buffer", "Engine", "EngineError", "PartlyAway", "Usage", "object_name"]
+
+
+class PartlyAway(EngineError):
+    """What this name needs is away, and other names are served: no reason to leave the tier alone."""
 
 
 class Buffer(NamedTuple):
@@ -58,9 +62,6 @@ class Engine(Protocol):
 
     def delete(self, names: Sequence[str]) -> None:
         """Names that are not there are no error."""
-
-    def list(self) -> Iterator[tuple[str, int]]:
-        """Every name that is ours with the bytes it takes, in no order, as far as it is known."""
 
     def close(self) -> None: ...
 

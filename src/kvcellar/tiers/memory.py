@@ -5,7 +5,7 @@ For tests, and to read before writing another. Nothing is shared and nothing sur
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvcellar.tiers.engine import Buffer, EngineError, Usage
 from kvcellar.tiers.remote import Options
@@ -44,12 +44,6 @@ class MemoryEngine:
         with self._lock:
             for name in names:
                 self._values.pop(name, None)
-
-    def list(self) -> Iterator[tuple[str, int]]:
-        self._check_open()
-        with self._lock:
-            found = [(name, len(header) + len(payload)) for name, (header, payload) in self._values.items()]
-        return iter(found)
 
     def usage(self) -> Usage:
         with self._lock:

@@ -30,7 +30,6 @@ class _Pace:
 
 class Meter:
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.calls = 0
         self.bytes = 0
         self.call_s = 0.0  # what one call takes from question to answer, lately
         self._clock = clock
@@ -52,7 +51,6 @@ class Meter:
         if moved:
             took = self._since - began
             self.call_s = took if not self.call_s else 0.8 * self.call_s + 0.2 * took
-        self.calls += 1
         self.bytes += moved
         self._pace.bytes += moved
         self._pace.fade()

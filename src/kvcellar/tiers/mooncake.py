@@ -6,7 +6,6 @@ client raises: every call returns a code, and every code is looked at here. All 
 threads run. Its time-outs are per process and come from variables that it reads when it is first used.
 """
 
-import http.client
 import math
 import os
 import socket
@@ -26,7 +25,7 @@ from kvcellar.tiers.remote import TIMEOUT_S, Address, Options, addresses
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
 
-_MASTER_PORT, _METRICS_PORT = 50051, 9003  # what mooncake_master listens on unless told otherwise
+_MASTER_PORT = 50051  # where mooncake_master listens unless told otherwise
 _LOCAL_BUFFER_BYTES = 16 << 20  # for the client itself; values do not pass through it
 
 _NOT_FOUND, _EXISTS, _NOT_READY = -704, -705, -703
@@ -45,12 +44,9 @@ _MEANING = {
 
 
 class MooncakeEngine:
-    def __init__(
-        self, store: "MooncakeDistributedStore", master: Address, metrics: Address, prefix: str
-    ) -> None:
+    def __init__(self, store: "MooncakeDistributedStore", master: Address, prefix: str) -> None:
         self.store = store
         self._master = master
-        self._metrics = metrics
         self._prefix = prefix
         self._slabs: dict[int, memoryview] = {}  # what is registered for good, by address
         self._lock = threading.Lock()
@@ -125,16 +121,6 @@ class MooncakeEngine:
             if code not in (_NOT_FOUND, _NOT_READY):  # what is only being written is not there yet
                 self._take(code, "deleting")
 
-    def list(self) -> Iterator[tuple[str, int]]:
-        """The client cannot list; the master's metrics port can."""
-        self._ready()
-        keys = [key for key in self._fetch("/get_all_keys").split("\n") if key.startswith(self._prefix)]
-        for start in range(0, len(keys), 1000):
-            page = keys[start : start + 1000]
-            for key, size in zip(page, map(self.store.get_size, page), strict=True):
-                if size not in (_NOT_FOUND, _NOT_READY):  # not gone meanwhile
-                    yield key[len(self._prefix) :], self._take(size, "listing")
-
     def check(self) -> None:
         """Raises EngineError unless the master answers."""
         self._is_suspect = True
@@ -162,19 +148,6 @@ class MooncakeEngine:
         self._is_suspect = code in _NO_MASTER
         raise EngineError(f"{self._master}: {doing}: {_MEANING.get(code, 'it failed')} (code {code})")
 
-    def _fetch(self, path: str) -> str:
-        connection = http.client.HTTPConnection(self._metrics.host, self._metrics.port, timeout=TIMEOUT_S)
-        try:
-            connection.request("GET", path)
-            answer = connection.getresponse()
-            return answer.read().decode() if answer.status == 200 else ""
-        except (OSError, http.client.HTTPException) as error:
-            raise EngineError(
-                f"{self._metrics}: the master's metrics port does not answer ({error}); set metrics=HOST:PORT"
-            ) from None
-        finally:
-            connection.close()
-
 
 def open_mooncake(url: str, options: Mapping[str, str]) -> MooncakeEngine:
     """mooncake://MASTER_HOST:PORT?protocol=rdma&devices=mlx5_0"""
@@ -187,7 +160,6 @@ def open_mooncake(url: str, options: Mapping[str, str]) -> MooncakeEngine:
     devices = given.text("devices", "", r"[A-Za-z0-9_,.-]*")
     local = given.text("local", "", r"[A-Za-z0-9_.:-]*")
     prefix = given.text("prefix", "kvcellar/", r"[A-Za-z0-9_:./-]{1,64}")
-    metrics = given.text("metrics", f"{master.host}:{_METRICS_PORT}")
     timeout_s = given.seconds("timeout", TIMEOUT_S)
     given.finish()
     own_address = reach(master)
@@ -200,7 +172,7 @@ def open_mooncake(url: str, options: Mapping[str, str]) -> MooncakeEngine:
         raise EngineError(
             f"{master}: Mooncake's client did not start (code {code}); its own words are in the log"
         )
-    engine = MooncakeEngine(store, master, addresses(metrics, _METRICS_PORT)[0], prefix)
+    engine = MooncakeEngine(store, master, prefix)
     engine.check()
     return engine
 

@@ -13,35 +13,23 @@ topology or framing.
 import re
 import struct
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvcellar.tiers.engine import Buffer, EngineError
-from kvcellar.tiers.redis_nodes import Login, Node, Nodes, explain
-from kvcellar.tiers.redis_wire import Redirect, Wire
-from kvcellar.tiers.remote import TIMEOUT_S, Address, Options, addresses
+from kvcellar.tiers.redis_call import SMALL_IN_FLIGHT, Call, Command, sender
+from kvcellar.tiers.redis_nodes import Login, Node, Nodes
+from kvcellar.tiers.redis_wire import Wire
+from kvcellar.tiers.remote import TIMEOUT_S, Options, addresses
 
 _WHOLE_BYTES = 4 << 20
 # Just below a power of two, to which allocators round up. Parts of 1, 2 and 4 MiB were equally fast.
 _PART_BYTES = (2 << 20) - 4096
-_IN_FLIGHT = 3  # parts on their way at once; more did not help
-_SMALL_IN_FLIGHT = 1000  # the same for commands without a value
-_MAX_REDIRECTS = 5
-_SCAN_COUNT = b"1000"
 _CERTIFICATES = ("ca_file", "cert_file", "key_file")
 
 _ENVELOPE = struct.Struct("<4sIQ")  # magic, bytes of a part (0: there are none), bytes of the payload
 _MAGIC = b"KVC1"
-
-
-class _Command(NamedTuple):
-    key: bytes
-    send: Callable[[Wire], None]
-    receive: Callable[[Wire], Any]
 
 
 class RedisEngine:
@@ -55,7 +43,7 @@ class RedisEngine:
         key, size = self._key(name), source.size
         whole = size <= _WHOLE_BYTES
         head = _ENVELOPE.pack(_MAGIC, 0 if whole else _PART_BYTES, size) + source.header
-        with _Call(self._nodes, self._timeout_s) as call:
+        with Call(self._nodes, self._timeout_s) as call:
             if not whole:
                 call.run(self._set(key + b"#%d" % number, [part]) for number, part in _parts(source.payload))
             call.run([self._set(key, [head, source.payload] if whole else [head])])
@@ -65,7 +53,7 @@ class RedisEngine:
         whole = size <= _WHOLE_BYTES
         envelope = bytearray(_ENVELOPE.size)
         head = [memoryview(envelope), target.header]
-        with _Call(self._nodes, self._timeout_s) as call:
+        with Call(self._nodes, self._timeout_s) as call:
             (found,) = call.run([_get(key, [*head, target.payload] if whole else head)])
             if not found or envelope != _ENVELOPE.pack(_MAGIC, 0 if whole else _PART_BYTES, size):
                 return False
@@ -74,49 +62,33 @@ class RedisEngine:
             parts = _parts(target.payload)
             found = all(call.run(_get(key + b"#%d" % number, [part]) for number, part in parts))
             if not found:  # lost for good; nobody shall ask for it again
-                call.run([_Command(key, _sender(b"UNLINK", key), Wire.integer)])
+                call.run([Command(key, sender(b"UNLINK", key), Wire.integer)])
             return found
 
     def exist(self, names: Sequence[str]) -> list[bool]:
+        """What a node has that is away is not there."""
         keys = [self._key(name) for name in names]
-        with _Call(self._nodes, self._timeout_s) as call:
-            asked = [_Command(key, _sender(b"EXISTS", key), Wire.integer) for key in keys]
-            return [count > 0 for count in call.run(asked, _SMALL_IN_FLIGHT)]
+        with Call(self._nodes, self._timeout_s) as call:
+            asked = [Command(key, sender(b"EXISTS", key), Wire.integer) for key in keys]
+            return [bool(count) for count in call.run_apart(asked)]
 
     def delete(self, names: Sequence[str]) -> None:
         """The envelope goes first: then nobody finds it any more."""
         keys = [self._key(name) for name in names]
-        with _Call(self._nodes, self._timeout_s) as call:
-            envelopes = call.run([_peek(key) for key in keys], _SMALL_IN_FLIGHT)
+        with Call(self._nodes, self._timeout_s) as call:
+            envelopes = call.run([_peek(key) for key in keys], SMALL_IN_FLIGHT)
             doomed = list(keys)
             for key, envelope in zip(keys, envelopes, strict=True):
                 doomed += [key + b"#%d" % number for number in range(_count_parts(envelope))]
-            call.run(
-                [_Command(key, _sender(b"UNLINK", key), Wire.integer) for key in doomed], _SMALL_IN_FLIGHT
-            )
-
-    def list(self) -> Iterator[tuple[str, int]]:
-        for node in self._nodes.masters(self._deadline()):
-            cursor = b"0"
-            while True:
-                with _Call(self._nodes, self._timeout_s) as call:
-                    scan = (b"SCAN", cursor, b"MATCH", self._prefix + b"*", b"COUNT", _SCAN_COUNT)
-                    cursor, keys = call.ask(node, Wire.array, *scan)
-                    keys = [key for key in keys if b"#" not in key]
-                    envelopes = call.run([_peek(key) for key in keys], _SMALL_IN_FLIGHT)
-                for key, envelope in zip(keys, envelopes, strict=True):
-                    if envelope and envelope.startswith(_MAGIC) and len(envelope) == _ENVELOPE.size:
-                        yield key[len(self._prefix) :].decode(), 64 + _ENVELOPE.unpack(envelope)[2]
-                if cursor == b"0":
-                    break
+            call.run([Command(key, sender(b"UNLINK", key), Wire.integer) for key in doomed], SMALL_IN_FLIGHT)
 
     def check(self) -> None:
         """Raises EngineError unless every node answers and every slot has one."""
         nodes = self._nodes.masters(self._deadline())
-        if problem := self._nodes.uncovered():
-            raise EngineError(problem)
+        if self._nodes.uncovered:
+            raise EngineError(self._nodes.uncovered)
         for node in nodes:
-            with _Call(self._nodes, self._timeout_s) as call:
+            with Call(self._nodes, self._timeout_s) as call:
                 call.ask(node, Wire.status, b"PING")
 
     def close(self) -> None:
@@ -128,95 +100,8 @@ class RedisEngine:
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_s
 
-    def _set(self, key: bytes, value: Sequence[bytes | memoryview]) -> _Command:
-        return _Command(key, lambda wire: wire.send_value([b"SET", key], value, self._expire), Wire.status)
-
-
-class _Call:
-    """One operation: a connection to each node it meets, and a deadline for all of it."""
-
-    def __init__(self, nodes: Nodes, timeout_s: float) -> None:
-        self._nodes = nodes
-        self._deadline = time.monotonic() + timeout_s
-        self._wires: dict[Node, Wire] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # Each node's connection sees the exception: its own becomes an EngineError, unclean ones are closed.
-        if kind is not None:
-            self._nodes.is_outdated()
-        self._stack.__exit__(kind, error, trace)
-
-    def run(self, commands: Iterable[_Command], in_flight: int = _IN_FLIGHT) -> list[Any]:
-        """Send them ahead of their replies, which come in the same order."""
-        results: list[Any] = []
-        waiting: deque[tuple[_Command, Node]] = deque()
-        redirected: list[tuple[int, _Command, Redirect]] = []
-
-        def receive() -> None:
-            command, node = waiting.popleft()
-            try:
-                results.append(self._receive(command, node))
-            except Redirect as redirect:
-                redirected.append((len(results), command, redirect))
-                results.append(None)
-
-        for command in commands:
-            node = self._nodes.of_key(command.key, self._deadline)
-            self._send(command, node)
-            waiting.append((command, node))
-            if len(waiting) >= in_flight:
-                self._flush()
-                receive()
-        self._flush()
-        while waiting:
-            receive()
-        for index, command, redirect in redirected:
-            results[index] = self._follow(command, redirect)
-        return results
-
-    def ask(self, node: Node, receive: Callable[[Wire], Any], *words: bytes) -> Any:
-        """Something that is not about a key."""
-        command = _Command(b"", _sender(*words), receive)
-        self._send(command, node)
-        return self._receive(command, node)
-
-    def _send(self, command: _Command, node: Node) -> None:
-        if node not in self._wires:
-            self._wires[node] = self._stack.enter_context(node.connection(self._deadline))
-        with node.guard():
-            command.send(self._wires[node])
-
-    def _receive(self, command: _Command, node: Node) -> Any:
-        with node.guard():
-            return command.receive(self._wires[node])
-
-    def _flush(self) -> None:
-        for node, wire in self._wires.items():
-            with node.guard():
-                wire.flush()
-
-    def _follow(self, command: _Command, redirect: Redirect) -> Any:
-        if not self._nodes.is_cluster:
-            raise EngineError(explain(str(redirect)))
-        for _ in range(_MAX_REDIRECTS):
-            self._nodes.is_outdated()
-            host, port = redirect.address
-            asked = self._nodes.of_key(command.key, self._deadline)
-            node = self._nodes.at(Address(host or asked.address.host, port))
-            if redirect.code == "ASK":
-                self.ask(node, Wire.status, b"ASKING")
-            self._send(command, node)
-            try:
-                return self._receive(command, node)
-            except Redirect as next_one:
-                redirect = next_one
-        raise EngineError("the cluster sends us in circles; is it being resharded?")
+    def _set(self, key: bytes, value: Sequence[bytes | memoryview]) -> Command:
+        return Command(key, lambda wire: wire.send_value([b"SET", key], value, self._expire), Wire.status)
 
 
 def open_redis(url: str, options: Mapping[str, str]) -> RedisEngine:
@@ -232,6 +117,9 @@ def open_redis(url: str, options: Mapping[str, str]) -> RedisEngine:
         raise given.error("certificates need TLS: rediss:// or rediss+cluster://")
     files = given.certificates(*_CERTIFICATES)
     given.finish()
+    seeds = addresses(parts.netloc, 6379)
+    if len(seeds) > 1 and not is_cluster:
+        raise given.error(f"{parts.scheme}:// is one server; for a cluster use {parts.scheme}+cluster://")
     database = parts.path.strip("/") or "0"
     if not re.fullmatch(r"\d{1,9}", database) or (is_cluster and database != "0"):
         raise given.error("after the port comes the number of a database, and a cluster has none but 0")
@@ -246,7 +134,7 @@ def open_redis(url: str, options: Mapping[str, str]) -> RedisEngine:
     if username or password:
         settings["credential_provider"] = Login(username, password)
     nodes = Nodes(
-        addresses(parts.netloc, 6379),
+        seeds,
         is_cluster=is_cluster,
         make_node=lambda address: Node(address, tls if is_tls else None, settings),
     )
@@ -255,16 +143,12 @@ def open_redis(url: str, options: Mapping[str, str]) -> RedisEngine:
     return engine
 
 
-def _get(key: bytes, targets: Sequence[memoryview]) -> _Command:
-    return _Command(key, _sender(b"GET", key), lambda wire: wire.bulk_into(targets))
+def _get(key: bytes, targets: Sequence[memoryview]) -> Command:
+    return Command(key, sender(b"GET", key), lambda wire: wire.bulk_into(targets))
 
 
-def _peek(key: bytes) -> _Command:
-    return _Command(key, _sender(b"GETRANGE", key, b"0", b"%d" % (_ENVELOPE.size - 1)), Wire.bulk)
-
-
-def _sender(*words: bytes) -> Callable[[Wire], None]:
-    return lambda wire: wire.send(*words)
+def _peek(key: bytes) -> Command:
+    return Command(key, sender(b"GETRANGE", key, b"0", b"%d" % (_ENVELOPE.size - 1)), Wire.bulk)
 
 
 def _parts(payload: memoryview) -> Iterator[tuple[int, memoryview]]:

@@ -24,6 +24,12 @@ from kvcellar.tiers.remote import Address, Secret
 
 # How long a node that timed out is not asked again, and how often the map of slots is fetched at most.
 _REST_S = 1.0
+# Who answered so lately is there.
+_LATELY_S = 10.0
+
+
+class NodeAway(EngineError):
+    """This node, and perhaps no other, cannot be reached."""
 
 
 class Login(CredentialProvider):
@@ -55,12 +61,13 @@ class Node:
         )
         self._suspicion = "is it overloaded or stopped" + ("?" if tls is None else ", or without TLS?")
         self.failed_at = float("-inf")
+        self.heard_at = float("-inf")  # when it answered last, unless it has failed since
 
     @contextmanager
     def connection(self, deadline: float) -> Iterator[Wire]:
         """One that is not left clean is closed and never used again: a reply may still be on its way."""
         if time.monotonic() - self.failed_at < _REST_S:
-            raise EngineError(f"{self.address} did not answer a moment ago")
+            raise NodeAway(f"{self.address} did not answer a moment ago")
         with self.guard():
             connection = self._pool.get_connection()
         wire = None
@@ -68,7 +75,7 @@ class Node:
             # Not public: so redis-py is pinned to one major version, and a test holds it to this.
             sock = connection._get_socket()
             if sock is None:
-                raise EngineError(f"{self.address} closed the connection")
+                raise NodeAway(f"{self.address} closed the connection")
             wire = Wire(sock, deadline)
             yield wire
         finally:
@@ -84,10 +91,13 @@ class Node:
         except Redirect:
             raise
         except (TimeoutError, redis.TimeoutError):
-            self.failed_at = time.monotonic()
-            raise EngineError(f"{self.address} did not answer in time; {self._suspicion}") from None
-        except (redis.RedisError, ReplyError, WireError, OSError, ValueError) as error:
+            self.failed_at, self.heard_at = time.monotonic(), float("-inf")
+            raise NodeAway(f"{self.address} did not answer in time; {self._suspicion}") from None
+        except ReplyError as error:
             raise EngineError(f"{self.address}: {explain(str(error))}") from None
+        except (redis.RedisError, WireError, OSError, ValueError) as error:
+            self.heard_at = float("-inf")
+            raise NodeAway(f"{self.address}: {explain(str(error))}") from None
 
     def close(self) -> None:
         self._pool.disconnect()
@@ -109,6 +119,7 @@ class Nodes:
         self._fetched_at = float("-inf")
         self._is_closed = False
         self.is_cluster = is_cluster
+        self.uncovered = ""  # a sentence about slots that no node has
         if not is_cluster:
             self._slots, self._is_old = [seeds[0]], False
 
@@ -117,8 +128,8 @@ class Nodes:
         slot = key_slot(key) if self.is_cluster else 0
         address = slots[slot]
         if address is None:
-            self.is_outdated()
-            raise EngineError(self.uncovered())
+            self.fetch_soon()
+            raise NodeAway(self.uncovered)
         return self.at(address)
 
     def at(self, address: Address) -> Node:
@@ -132,20 +143,15 @@ class Nodes:
     def masters(self, deadline: float) -> list[Node]:
         return [self.at(address) for address in sorted({one for one in self._map(deadline) if one})]
 
-    def is_outdated(self) -> None:
-        """Somebody met a node that is gone or has moved: fetch the map anew, soon."""
+    def fetch_soon(self) -> None:
+        """Somebody met a node that is gone or has moved: the map is fetched anew."""
         self._is_old = self.is_cluster
 
-    def uncovered(self) -> str:
-        """A sentence about slots that no node has, or nothing."""
-        gaps = [slot for slot, address in enumerate(self._slots) if address is None]
-        if not gaps:
-            return ""
-        return (
-            f"{len(gaps)} of {REDIS_CLUSTER_HASH_SLOTS} slots of the cluster have no node "
-            f"(the first is {gaps[0]}): start the node that had them, or give them to another "
-            "(`valkey-cli --cluster fix HOST:PORT`)"
-        )
+    @property
+    def some_answer(self) -> bool:
+        now = time.monotonic()
+        with self._lock:
+            return any(now - node.heard_at < _LATELY_S for node in self._nodes.values())
 
     def close(self) -> None:
         with self._lock:
@@ -178,6 +184,7 @@ class Nodes:
         for node in sorted(map(self.at, known), key=lambda node: node.failed_at):
             try:
                 self._slots, self._is_old = self._ask(node, deadline), False
+                self.uncovered = _uncovered(self._slots)
                 return
             except EngineError as error:
                 problem = error
@@ -193,6 +200,17 @@ class Nodes:
                 address = Address((master[0] or b"").decode() or node.address.host, master[1])
                 slots[first : last + 1] = [address] * (last + 1 - first)
         return slots
+
+
+def _uncovered(slots: list[Address | None]) -> str:
+    gaps = [slot for slot, address in enumerate(slots) if address is None]
+    if not gaps:
+        return ""
+    return (
+        f"{len(gaps)} of {REDIS_CLUSTER_HASH_SLOTS} slots of the cluster have no node "
+        f"(the first is {gaps[0]}): start the node that had them, or give them to another "
+        "(`valkey-cli --cluster fix HOST:PORT`)"
+    )
 
 
 def explain(problem: str) -> str:
@@ -214,7 +232,7 @@ _ADVICE = (
         "check what username=, password_file= or password_env= point to",
     ),
     ("without any password configured", "it has no password; leave password_file= and password_env= out"),
-    ("NOPERM", "this user may not do that; it needs GET, SET, GETRANGE, EXISTS, UNLINK and SCAN"),
+    ("NOPERM", "this user may not do that; it needs GET, SET, GETRANGE, EXISTS and UNLINK"),
     ("^MOVED|^ASK", "this server belongs to a cluster; use redis+cluster:// in the URL"),
     ("cluster support disabled", "this server is no cluster; use redis:// in the URL"),
     (
@@ -225,7 +243,10 @@ _ADVICE = (
     ("LOADING", "it is starting; it will be used when it is ready"),
     ("READONLY", "this is a replica; name the master in the URL"),
     ("MISCONF", "it cannot save its data to disk and refuses writes; see its log"),
-    ("reset by peer|was closed", "it hung up; if it speaks TLS on this port, use rediss:// in the URL"),
+    (
+        "reset by peer|broken pipe|was closed",
+        "it hung up; if it speaks TLS on this port, use rediss:// in the URL",
+    ),
     ("refused", "nothing listens there; is the server running, and is the port right?"),
     ("Name or service not known|name resolution", "there is no such host"),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is not trusted; name the authority's with ca_file="),

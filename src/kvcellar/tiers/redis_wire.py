@@ -31,10 +31,6 @@ class Redirect(ReplyError):
     """MOVED or ASK: another node has this slot."""
 
     @property
-    def slot(self) -> int:
-        return int(self.args[0].split(" ")[1])
-
-    @property
     def address(self) -> tuple[str, int]:
         """The host may be empty: then it is the one that answered."""
         host, _, port = self.args[0].split(" ")[2].rpartition(":")
@@ -46,7 +42,7 @@ class Wire:
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         self._sock = sock
-        self._deadline = deadline
+        self.deadline = deadline
         self._outgoing = bytearray()
         self._received = bytearray(16 << 10)
         self._scratch = memoryview(self._received)
@@ -214,7 +210,7 @@ class Wire:
         return count
 
     def _left(self) -> float:
-        left = self._deadline - time.monotonic()
+        left = self.deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
         return left

@@ -47,16 +47,19 @@ def parse_spec(text: str) -> TierSpec:
     try:
         scheme = urlsplit(url).scheme
     except ValueError as error:
-        raise ConfigError(f"--tier {_label(url)!r} is no URL: {error}") from None
+        raise ConfigError(f"--tier {label_of(url)!r} is no URL: {error}") from None
     if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or "://" not in url:
-        raise ConfigError(f"--tier {_label(url)!r}: expected a URL such as disk:///var/cache/kv?size=200GiB")
-    options = dict(parse_qsl(query, keep_blank_values=True))
+        raise ConfigError(
+            f"--tier {label_of(url)!r}: expected a URL such as disk:///var/cache/kv?size=200GiB"
+        )
+    # A plus is a plus, as in the name of a file: this is no form.
+    options = dict(parse_qsl(query.replace("+", "%2B"), keep_blank_values=True))
     factory = _factory(scheme)
     # Only a disk wears, and only a disk is ours alone: what one host reads once, another may read next.
     write = options.pop("write", "everything") if scheme == "disk" else "everything"
     if write not in FILTERS:
-        raise ConfigError(f"--tier {_label(url)}: write={write!r} is none of {', '.join(FILTERS)}")
-    return TierSpec(_label(url), url, options, lambda: factory(url, options), FILTERS[write])
+        raise ConfigError(f"--tier {label_of(url)}: write={write!r} is none of {', '.join(FILTERS)}")
+    return TierSpec(label_of(url), url, options, lambda: factory(url, options), FILTERS[write])
 
 
 def _factory(scheme: str) -> Factory:
@@ -79,6 +82,8 @@ def _factory(scheme: str) -> Factory:
     return cast(Factory, added[scheme].load())
 
 
-def _label(url: str) -> str:
-    """Without user and password."""
-    return re.sub(r"://[^/@]*@", "://", url)
+def label_of(url: str) -> str:
+    """For people: without options, nor user and password, in which any character may have been left as it is.
+    A path of this host, which begins with a third slash, has neither.
+    """
+    return re.sub(r"://[^/].*@", "://", url.partition("?")[0], flags=re.S)

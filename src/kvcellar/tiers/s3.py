@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -21,6 +21,7 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from kvcellar.errors import ConfigError, EngineError
+from kvcellar.tiers.crew import Crew
 from kvcellar.tiers.engine import Buffer
 from kvcellar.tiers.remote import TIMEOUT_S, Options, addresses
 
@@ -30,7 +31,6 @@ _HEADS = 32
 # What obstore has read is copied into the slot. Small objects are 10 % faster in one piece; large ones would
 # be fresh memory each time, and half as fast as in pieces.
 _ONE_PIECE_BYTES, _PIECE_BYTES = 8 << 20, 1 << 20
-_OUR_NAME = re.compile(r"[0-9a-f]+/[0-9a-f]+-\d+-\d+")
 
 
 class S3Engine:
@@ -38,7 +38,7 @@ class S3Engine:
         self.store = store
         self._where = where  # for people
         self._timeout_s = timeout_s
-        self._heads = ThreadPoolExecutor(_HEADS, thread_name_prefix="kvcellar-s3-head")
+        self._heads = Crew("kvcellar-s3-head", _HEADS)
         self._is_closed = threading.Event()
 
     def write(self, name: str, source: Buffer) -> None:
@@ -59,7 +59,7 @@ class S3Engine:
     def exist(self, names: Sequence[str]) -> list[bool]:
         with self._guard():
             deadline = time.monotonic() + self._timeout_s
-            asked = [self._heads.submit(self._head, name, deadline) for name in names]
+            asked = [self._ask(name, deadline) for name in names]
             try:
                 return [one.result() for one in asked]
             finally:
@@ -74,17 +74,6 @@ class S3Engine:
             except FileNotFoundError as error:  # some servers say so, where S3 is silent
                 self._miss(error)
 
-    def list(self) -> Iterator[tuple[str, int]]:
-        pages = obstore.list(self.store)
-        while True:
-            with self._guard():
-                page = next(pages, None)
-            if page is None:
-                return
-            for one in page:
-                if _OUR_NAME.fullmatch(one["path"]):
-                    yield one["path"], one["size"]
-
     def check(self) -> None:
         """Raises EngineError unless the bucket is there and may be read."""
         with self._guard():
@@ -92,10 +81,24 @@ class S3Engine:
 
     def close(self) -> None:
         self._is_closed.set()
-        self._heads.shutdown(wait=False, cancel_futures=True)
+        self._heads.close()
+
+    def _ask(self, name: str, deadline: float) -> Future[bool]:
+        asked: Future[bool] = Future()
+
+        def work() -> None:
+            if not asked.set_running_or_notify_cancel():
+                return  # one before it failed
+            try:
+                asked.set_result(self._head(name, deadline))
+            except BaseException as error:  # noqa: BLE001 - for whoever waits for the result
+                asked.set_exception(error)
+
+        self._heads.submit(work, urgent=True)
+        return asked
 
     def _head(self, name: str, deadline: float) -> bool:
-        if time.monotonic() > deadline:
+        if self._is_closed.is_set() or time.monotonic() > deadline:
             raise TimeoutError
         try:
             obstore.head(self.store, name)
@@ -162,7 +165,11 @@ def open_s3(url: str, options: Mapping[str, str]) -> S3Engine:
     except ValueError as error:
         raise given.error(str(error).partition("\n")[0]) from None
     engine = S3Engine(store, f"s3://{parts.netloc}" + (f" at {endpoint}" if endpoint else ""), timeout_s)
-    engine.check()
+    try:
+        engine.check()
+    except EngineError:  # it will be opened again and again, until somebody answers
+        engine.close()
+        raise
     return engine
 
 

@@ -2,8 +2,8 @@
 
 Used from the event loop. Every question is put to a few threads and answered by a future, which never raises:
 a tier that fails, hangs or lies is a tier that has nothing. A future is done only when the engine has let go
-of the buffer, so a slot is never given away under a call that is still running; whoever cannot wait so long
-waits with a time-out of his own and leaves the future to whoever owns the slot.
+of the buffer, or will never have it, so a slot is never given away under a call that is still running.
+Whoever cannot wait so long waits with a time-out of his own and leaves the future to whoever owns the slot.
 
 Owns threads, retries, the circuit breakers (reading and writing fail apart: a full disk can still be read),
 the check of what was read, and the counts. Knows nothing of chunks, leases or other tiers.
@@ -16,12 +16,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvcellar.errors import EngineError, StartupError
 from kvcellar.tiers.breaker import Breaker
 from kvcellar.tiers.crew import Crew
-from kvcellar.tiers.engine import Buffer, Engine, Usage
+from kvcellar.tiers.engine import Buffer, Engine, PartlyAway, Usage
 from kvcellar.tiers.meter import Meter
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,9 @@ _WATCH_S = 0.5
 _CLOSE_S = 1.0
 
 T = TypeVar("T")
+# Clock time after which nobody wants the answer. Asked for by the thread that could begin: others may have
+# joined by then who have more time.
+GiveUp = Callable[[], float]
 
 
 class Stats:
@@ -57,13 +61,14 @@ class _Call(Generic[T]):
     """One question on its way through a thread."""
 
     def __init__(
-        self, breaker: Breaker, work: Callable[[Engine], T], failed: T, give_up: float | None
+        self, breaker: Breaker, work: Callable[[Engine], T], failed: T, give_up: GiveUp | None
     ) -> None:
         self.breaker = breaker
         self.work = work
         self.result = failed
-        self.give_up = give_up  # clock time after which nobody wants it
+        self.give_up = give_up
         self.error: str | None = None
+        self.others_work = False  # it failed for the sake of this name alone
         self.is_trial = not breaker.is_closed  # whether an open breaker may close again
         self.made = False
         self.started = 0.0
@@ -90,6 +95,7 @@ class Tier:
         self._readable = Breaker(clock)
         self._writable = Breaker(clock)
         self._crew = Crew(f"kvcellar-{label}"[:40], HANDS)
+        self._unfinished: dict[_Call[Any], Callable[[], None]] = {}  # and what a thread has to do for each
         self._running: dict[_Call[Any], None] = {}
         self._watch: asyncio.TimerHandle | None = None
         self._closed = False
@@ -126,22 +132,23 @@ class Tier:
         """What asking takes, and one object: no hit comes sooner, however many threads there are."""
         return self.stats.latency_s + (self.stats.reads.call_s or self.stats.writes.call_s)
 
-    def exist(self, names: Sequence[str], give_up: float | None = None) -> asyncio.Future[list[bool]]:
+    def exist(self, names: Sequence[str], give_up: GiveUp | None = None) -> asyncio.Future[list[bool]]:
         """Which of them are there. All False when in doubt."""
         nothing = [False] * len(names)
         asked_at = self._clock()
 
-        def answered(future: asyncio.Future[list[bool]]) -> None:
-            if not future.cancelled() and future.result():
+        call = _Call(self._readable, lambda engine: engine.exist(names), nothing, give_up)
+
+        def answered(_future: object) -> None:
+            if call.made and call.error is None:  # how long it takes to fail says nothing of answers
                 self.stats.asked(self._clock() - asked_at)
 
-        call = _Call(self._readable, lambda engine: engine.exist(names), nothing, give_up)
         future = self._ask(call, urgent=True)
         future.add_done_callback(answered)
         return future
 
     def read(
-        self, name: str, target: Buffer, is_intact: Callable[[Buffer], bool], give_up: float | None = None
+        self, name: str, target: Buffer, is_intact: Callable[[Buffer], bool], give_up: GiveUp | None = None
     ) -> asyncio.Future[bool]:
         """Fill the target. False: not there, or not intact, and then the target holds rubbish. `is_intact` is
         called in a thread.
@@ -156,7 +163,10 @@ class Tier:
             found = "hits" if is_intact(target) else "corrupt"
             if found == "corrupt":
                 log.warning("%s: %s is not what was written; removed", self.label, name)
-                engine.delete([name])
+                try:
+                    engine.delete([name])
+                except EngineError as error:  # of this object; the others can be read as before
+                    log.warning("%s: %s could not be removed: %s", self.label, name, error)
             return found == "hits"
 
         def answered(future: asyncio.Future[bool]) -> None:
@@ -217,8 +227,8 @@ class Tier:
 
     @property
     def is_idle(self) -> bool:
-        """No thread has a buffer in its hands."""
-        return not self._running and not self._crew.backlog
+        """No thread has a buffer in its hands, or will have."""
+        return not self._unfinished and not self._crew.backlog
 
     def close(self) -> None:
         """No more questions. Waits a moment for the engine to close; what hangs goes with the process."""
@@ -245,7 +255,8 @@ class Tier:
             call.future.set_result(call.result)
             return call.future
         loop = asyncio.get_running_loop()
-        self._crew.submit(lambda: self._run(call, loop), urgent=urgent)
+        work = self._unfinished[call] = partial(self._run, call, loop)
+        self._crew.submit(work, urgent=urgent)
         if self._watch is None:
             self._watch = loop.call_later(_WATCH_S, self._look_after)
         return call.future
@@ -253,9 +264,7 @@ class Tier:
     def _run(self, call: _Call[T], loop: asyncio.AbstractEventLoop) -> None:
         """In a thread."""
         call.started = self._clock()
-        in_time = call.give_up is None or call.started < call.give_up
-        # What waited behind calls that hang is not worth a try once the breaker has opened.
-        call.made = in_time and (call.is_trial or call.breaker.is_closed)
+        call.made = self._is_worth_a_try(call)
         if call.made:
             self._running[call] = None
             self._make(call)
@@ -263,14 +272,22 @@ class Tier:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             loop.call_soon_threadsafe(self._finish, call)
 
+    def _is_worth_a_try(self, call: _Call[Any]) -> bool:
+        """Not what nobody wants any more, nor what waited behind calls that hang until the breaker opened."""
+        in_time = call.give_up is None or self._clock() < call.give_up()
+        return in_time and (call.is_trial or call.breaker.is_closed)
+
     def _make(self, call: _Call[T]) -> None:
         for attempt in range(_ATTEMPTS):
             try:
                 call.result = call.work(self._get_engine())
-            except (EngineError, StartupError) as error:
-                call.error = str(error)
+            except EngineError as error:
+                call.error, call.others_work = str(error), isinstance(error, PartlyAway)
+            except StartupError as error:  # that will be no better a moment later
+                call.error, call.others_work = str(error), False
+                return
             except Exception as error:  # engines of others may break in any way
-                call.error = f"{type(error).__name__}: {error}"
+                call.error, call.others_work = f"{type(error).__name__}: {error}", False
                 log.exception("%s: the engine broke", self.label)
                 return
             else:
@@ -297,6 +314,8 @@ class Tier:
             self._opening.release()
 
     def _finish(self, call: _Call[T]) -> None:
+        """When a thread is done with it, or none will begin."""
+        del self._unfinished[call]
         if not call.made:
             if call.is_trial:
                 call.breaker.no_verdict()
@@ -305,6 +324,10 @@ class Tier:
             if not call.breaker.is_closed:
                 log.warning("%s is back", self.label)
             call.breaker.success()
+        elif call.others_work:
+            self.stats.counts["errors"] += 1
+            if call.is_trial:
+                call.breaker.no_verdict()
         else:
             self.stats.counts["errors"] += 1
             self._fail(call.breaker, call.error, at_once=self._engine is None)
@@ -319,7 +342,9 @@ class Tier:
             log.warning("%s: no %s for a while: %s", self.label, what, reason)
 
     def _look_after(self) -> None:
-        """Notice calls that do not return."""
+        """Notice calls that do not return. Those behind them shall not wait for a thread, and hold their
+        slots, as long as that.
+        """
         now = self._clock()
         running = list(self._running)
         for call in running:
@@ -327,6 +352,10 @@ class Tier:
                 call.overdue = True
                 self.stats.counts["stuck"] += 1
                 self._fail(call.breaker, f"no answer within {self._overdue_s:g} s", at_once=True)
+        for call, work in list(self._unfinished.items()):
+            # A thread may be taking it just now: then it is that thread's, and with it the buffer.
+            if not self._is_worth_a_try(call) and self._crew.withdraw(work):
+                self._finish(call)
         busy = bool(running or self._crew.backlog)
         self._watch = asyncio.get_running_loop().call_later(_WATCH_S, self._look_after) if busy else None
 

@@ -1,0 +1,108 @@
+"""The books of a disk: what goes, and how much of it, when a file system gives no more. No files."""
+
+import pytest
+
+from kvcellar.errors import EngineError
+from kvcellar.identity import ChunkKey
+from kvcellar.ledger.stripe import Stripe
+from kvcellar.tiers.books import Books, GiveUp, Grow
+from tests.support import keys
+
+MIB = 1 << 20
+SMALL, LARGE = 128 << 10, 256 << 10
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Disk:
+    """Does what the books say, on a file system that may be full."""
+
+    def __init__(self, capacity: int = 64 * MIB) -> None:
+        self.clock = Clock()
+        self.books = Books(capacity, self.clock)
+        self.refuses: dict[str, bool] = {}
+        self.given_up = 0
+        self._names = iter(keys(100_000))
+
+    def write(self, slot_bytes: int) -> None:
+        while True:
+            step = self.books.take(slot_bytes)
+            if isinstance(step, Grow):
+                if self.refuses and not self.books.not_grown(step, "refused", **self.refuses):
+                    raise EngineError("refused")
+                if not self.refuses:
+                    self.books.grown(step)
+            elif isinstance(step, GiveUp):
+                self.given_up += 1
+                self.books.removed(step)
+            else:
+                assert step is not None
+                stripe = Stripe(ChunkKey(next(self._names)), step)
+                self.books.index[stripe.key] = stripe
+                self.books.publish(stripe)
+                return
+
+    def try_writes(self, count: int, slot_bytes: int) -> int:
+        """How many succeed."""
+        done = 0
+        for _ in range(count):
+            try:
+                self.write(slot_bytes)
+            except EngineError:
+                continue
+            done += 1
+        return done
+
+
+@pytest.fixture
+def disk():
+    """Full of small objects."""
+    disk = Disk()
+    while not disk.books.used + MIB > disk.books.capacity:
+        disk.write(SMALL)
+    return disk
+
+
+def test_after_one_refusal_no_more_goes_than_without_one(disk):
+    disk.refuses = {"is_full": True}
+    assert disk.try_writes(1, LARGE) == 0
+    disk.refuses = {}
+    assert disk.try_writes(3, LARGE) == 3, "what one crate gives is used at once"
+    assert disk.given_up == 1
+    disk.books.check()
+
+
+def test_a_file_system_that_stays_full_costs_one_crate_in_a_while(disk):
+    """Others take what is given up."""
+    disk.refuses = {"is_full": True}
+    assert disk.try_writes(50, LARGE) == 0
+    assert disk.given_up == 1
+    disk.clock.now += 5.0
+    assert disk.try_writes(50, LARGE) == 0
+    assert disk.given_up == 2
+    disk.books.check()
+
+
+def test_where_space_is_not_what_is_missing_nothing_goes(disk):
+    """The folder may not be written to, or there are too many open files."""
+    disk.refuses = {"is_full": False}
+    assert disk.try_writes(50, LARGE) == 0
+    assert disk.given_up == 0
+    disk.refuses = {}
+    disk.clock.now += 5.0
+    assert disk.try_writes(3, LARGE) == 3
+
+
+def test_a_file_system_that_gives_again_is_used_as_before(disk):
+    disk.refuses = {"is_full": True}
+    disk.try_writes(5, LARGE)
+    disk.refuses = {}
+    disk.clock.now += 5.0
+    assert disk.try_writes(100, LARGE) == 100
+    assert disk.books.refusal == ""
+    disk.books.check()
