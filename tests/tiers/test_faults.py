@@ -269,8 +269,16 @@ def test_without_a_size_all_memory_is_found_again_whatever_others_took(small_tmp
     one = engine()
     one.store(16)
     eventually(lambda: server.slab_bytes() > 40 << 20)
+    racks: set[Path] = set()
+
+    def all_are_finished() -> bool:
+        """What is being made when the server is killed is nothing yet."""
+        racks.update(server.folder.rglob("*.table"))
+        [group] = server.status().namespaces[0].groups
+        return bool(group.racks >= len(racks))
+
+    eventually(all_are_finished)
     server.kill()
-    racks = {*server.folder.rglob("*.table")}
     (small_tmpfs / "other").write_bytes(bytes(40 << 20))
     server.start()
     assert racks <= {*server.folder.rglob("*.table")}
