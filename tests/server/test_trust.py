@@ -140,5 +140,8 @@ def test_slabs_lie_where_nobody_else_can_replace_them(made_by_nobody, owner, tmp
     os.chown(made_by_nobody, owner, owner)
     made_by_nobody.chmod(0o777 if owner == 0 else 0o755)
     said = refused("--socket", tmp_path / "s", "--folder", made_by_nobody / "slabs", "--memory", "1MiB")
-    assert said == f"kvcellar: others can write to {made_by_nobody}; choose another --folder\n"
+    why = f"others can write to {made_by_nobody}; chmod go-w it, or "
+    if owner:
+        why = f"{made_by_nobody} belongs to uid {owner}, who could replace what is in it; "
+    assert said == f"kvcellar: {why}choose another --folder\n"
     assert [*made_by_nobody.iterdir()] == []

@@ -106,3 +106,15 @@ def test_a_file_system_that_gives_again_is_used_as_before(disk):
     assert disk.try_writes(100, LARGE) == 100
     assert disk.books.refusal == ""
     disk.books.check()
+
+
+def test_of_bad_slots_a_few_are_left_and_of_a_bad_disk_no_more(disk):
+    """A disk that fails for hours, and then works again, still has nearly all of its slots."""
+    had = len(disk.books.index)
+    for _ in range(1000):
+        place = disk.books.take(SMALL)
+        assert isinstance(place, int)
+        disk.books.leave(place)
+    disk.books.check()
+    assert len(disk.books.index) >= had - 4 * disk.books.used // MIB
+    assert disk.try_writes(100, SMALL) == 100

@@ -24,7 +24,7 @@ def dial(path: Path, timeout: float) -> socket.socket:
         if path.parent == own_folder() and uid not in (0, os.geteuid()):
             raise Disconnected(
                 f"it is served by uid {uid}, and only we and root may: remove {path.parent}, which somebody "
-                "else made, or name the server's socket"
+                "else made, or reach the server by another path"
             )
     except BaseException:
         sock.close()

@@ -21,7 +21,7 @@ from kvcellar.wire import messages as m
 log = logging.getLogger(__name__)
 
 # Requests of one connection that wait for something, at most.
-_MAX_WAITING = 64
+_MAX_WAITING = 256
 # Messages that one connection may have answered before the others get their turn: 1 to 20 ms.
 _TURN = 64
 # What a client may leave unread: past the first it is not read from, past the second it is cut off.

@@ -23,6 +23,8 @@ _SHARE, _SMALLEST, _LARGEST = 64, 256 << 10, 4 << 30
 # After the file system refused to give more: it is asked again, but not at every write. Nor does more than
 # one crate go in that time to make room in it, or writes would empty the disk while others fill it.
 _RETRY_S = 5.0
+# Bad slots that are left unused: a 64th of each crate's.
+_LEAST_LEFT, _MOST_LEFT = 4, 64
 
 
 class Grow(NamedTuple):
@@ -96,8 +98,13 @@ class Books:
         self._classes[self._shapes[number].slot_bytes].free.append(place)
 
     def leave(self, place: Place) -> None:
-        """A slot that was taken and cannot be written: not used any more, as long as this server runs."""
+        """A slot that was taken and cannot be written: not used any more, as long as this server runs. Of a
+        crate only a few: then it is the disk that fails, and may come back.
+        """
         number = rack_of(place)
+        if self._left[number] >= max(_LEAST_LEFT, self._shapes[number].slots // _MOST_LEFT):
+            self.give(place)
+            return
         self._users[number] -= 1
         self._left[number] += 1
 

@@ -98,6 +98,7 @@ class Tier:
         self._unfinished: dict[_Call[Any], Callable[[], None]] = {}  # and what a thread has to do for each
         self._running: dict[_Call[Any], None] = {}
         self._watch: asyncio.TimerHandle | None = None
+        self._starting = True
         self._closed = False
 
     async def start(self, patience: float) -> None:
@@ -106,6 +107,7 @@ class Tier:
         """
         opened = self._ask(_Call(self._readable, lambda _: True, failed=False, give_up=None), urgent=True)
         await asyncio.wait([opened], timeout=patience)
+        self._starting = False
         if self._refusal is not None:
             raise self._refusal
 
@@ -337,7 +339,7 @@ class Tier:
     def _fail(self, breaker: Breaker, reason: str, *, at_once: bool) -> None:
         was_closed = breaker.is_closed
         breaker.failure(reason, at_once=at_once)
-        if was_closed and not breaker.is_closed and self._refusal is None:  # which `start` raises
+        if was_closed and not breaker.is_closed and not (self._starting and self._refusal):  # it raises that
             what = "reads" if breaker is self._readable else "writes"
             log.warning("%s: no %s for a while: %s", self.label, what, reason)
 
@@ -356,7 +358,7 @@ class Tier:
             # A thread may be taking it just now: then it is that thread's, and with it the buffer.
             if not self._is_worth_a_try(call) and self._crew.withdraw(work):
                 self._finish(call)
-        busy = bool(running or self._crew.backlog)
+        busy = bool(self._unfinished)
         self._watch = asyncio.get_running_loop().call_later(_WATCH_S, self._look_after) if busy else None
 
 
