@@ -377,3 +377,38 @@ def test_wrong_settings_are_refused_at_the_start_and_an_absent_engine_is_not():
         tier.close()
 
     asyncio.run(test())
+
+
+def test_settings_that_prove_wrong_after_the_start_are_logged(caplog):
+    """Before, whoever starts the tier is told."""
+    slow = threading.Event()
+
+    def open_engine() -> MemoryEngine:
+        slow.wait(30)
+        raise StartupError("no such bucket")
+
+    async def start() -> None:
+        tier = Tier("late", open_engine)
+        await tier.start(0.01)
+        slow.set()
+        assert await tier.exist([name_of(0)]) == [False]
+        while tier.state[0] != "down":
+            await asyncio.sleep(0.01)
+        tier.close()
+
+    asyncio.run(start())
+    assert "late: no reads for a while: no such bucket" in caplog.text
+
+
+def test_settings_that_are_wrong_at_the_start_are_said_once(caplog):
+    def open_engine() -> MemoryEngine:
+        raise StartupError("no such bucket")
+
+    async def start() -> None:
+        tier = Tier("early", open_engine)
+        with pytest.raises(StartupError):
+            await tier.start(30)
+        tier.close()
+
+    asyncio.run(start())
+    assert "no such bucket" not in caplog.text
