@@ -4,6 +4,7 @@ Imports neither vLLM nor torch.
 """
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -32,19 +33,18 @@ class Process(NamedTuple):
 
     def kill(self) -> None:
         """It and its group, now; harmless if they ended before."""
-        if self.child is None:  # one rank, so it is all there is of its group
-            if not self.has_ended(0.0):
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-                self.has_ended(_BORN_S)
-        elif self.child.returncode is None:  # not reaped, so the group's number is still its own
+        with contextlib.suppress(ProcessLookupError):  # the last rank has ended
             os.killpg(self.pid, signal.SIGKILL)
+        if self.child is not None:
             self.child.wait()
+        else:
+            self.has_ended(_BORN_S)
         self.stdout.close()
         os.close(self.pidfd)
 
 
 def start(python: Path, log: IO[bytes]) -> Process:
-    """With the whole of vLLM's environment still to be said: for engines of several processes."""
+    """For an engine whose ranks import vLLM themselves, as they do by default."""
     child = subprocess.Popen(
         [python, Path(__file__).with_name("engine.py")],
         stdin=subprocess.PIPE,
@@ -58,7 +58,7 @@ def start(python: Path, log: IO[bytes]) -> Process:
 
 
 def bear(python: Path, log: IO[bytes]) -> Process:
-    """An engine of one rank."""
+    """Ranks beside the first are forked from the engine."""
     its_stdin, stdin = os.pipe()
     stdout, its_stdout = os.pipe()
     try:

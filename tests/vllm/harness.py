@@ -154,9 +154,8 @@ class VllmEngine:
         self._is_killed = False
 
     def __enter__(self) -> Self:
-        has_many = self._job["apart"] or any(name.endswith("parallel_size") for name in self._job["options"])
         with open(self.log, "ab") as log:
-            self._process = (births.start if has_many else births.bear)(self._python, log)
+            self._process = (births.start if self._job["apart"] else births.bear)(self._python, log)
         self._send(self._job)
         return self
 

@@ -1,5 +1,5 @@
-"""Where engines of one rank come from: a process that has vLLM imported, and forks for each of them; so they
-are up in three seconds instead of ten. A program for vLLM's own interpreter; `births.py` drives it.
+"""Where engines come from: a process that has vLLM imported, and forks for each of them; so they are up in
+three seconds instead of ten. A program for vLLM's own interpreter; `births.py` drives it.
 
 Reads on the socket that is its stdin, until that ends: one JSON object at a time, the environment of an
 engine, with three descriptors: the engine's stdin, stdout and stderr. Answers each with the engine's pid. The
