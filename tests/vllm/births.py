@@ -46,7 +46,8 @@ class Process(NamedTuple):
 def start(python: Path, log: IO[bytes]) -> Process:
     """For an engine whose ranks import vLLM themselves, as they do by default."""
     child = subprocess.Popen(
-        [python, Path(__file__).with_name("engine.py")],
+        [python, "-m", "tests.vllm.engine"],
+        cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,

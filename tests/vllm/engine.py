@@ -3,6 +3,7 @@
 Reads one JSON line on stdin, the job:
     {"model": folder, "options": {keyword arguments of vllm.LLM}, "warm": whether to run a first request,
      "apart": whether scheduler and ranks have a process each, as vLLM has it by default,
+     "ahead": whether it schedules ahead, as on GPUs (see ahead.py),
      "connector": null | {extra config of the connector}, "role": of the connector, "kv_both" if absent}
 and answers {"ready": seconds, "block": tokens, "groups": [spec class names]} when it is up. Then, until end
 of file, reads a round per line and answers each with one line (see `Engine.play`):
@@ -28,6 +29,8 @@ import time
 from collections import Counter
 from typing import Any, TextIO
 
+from tests.vllm.ahead import schedule_ahead
+
 EXIT = 30  # seconds that ranks in other processes have to end; killed, they leave files in /dev/shm
 SETTLE = 30.0  # seconds that the connector may keep an engine without requests stepping
 
@@ -50,6 +53,8 @@ def main() -> None:
     options = job["options"]
     ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
     set_environment(ranks, apart=job["apart"])
+    if job["ahead"]:
+        schedule_ahead()
     started = time.monotonic()
     engine = Engine(job)
     if job["warm"]:
@@ -112,8 +117,11 @@ class Engine:
         self.lora = vllm.lora.request
         self.llm = vllm.LLM(job["model"], **options)
         self.core = self.llm.llm_engine
-        # The scheduler, where this process has it.
-        self.scheduler = getattr(getattr(self.core.engine_core, "engine_core", None), "scheduler", None)
+        # The loop and its scheduler, where this process has them.
+        loop = getattr(self.core.engine_core, "engine_core", None)
+        self.scheduler = getattr(loop, "scheduler", None)
+        is_ahead = getattr(loop, "batch_queue", None) is not None
+        assert is_ahead or not job["ahead"], "it does not schedule ahead"
         self.requests = 0
         self.steps = 0
         self.results: list[Any] = []  # of the calls inside this round

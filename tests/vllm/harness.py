@@ -97,6 +97,7 @@ def make_job(
     connector: Mapping[str, Any] | None = None,
     warm: bool = True,
     apart: bool = False,
+    ahead: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """What engine.py is told first."""
@@ -106,6 +107,7 @@ def make_job(
         "connector": connector,
         "warm": warm,
         "apart": apart,
+        "ahead": ahead,
     }
 
 
@@ -142,12 +144,15 @@ class VllmEngine:
         python: Path | None = None,
         warm: bool = True,
         apart: bool = False,
+        ahead: bool = False,
         **options: Any,
     ) -> None:
         self.kind = kind
         self.log = log
         self._python = python or vllm_python()
-        self._job = make_job(kind, self._python, connector=connector, warm=warm, apart=apart, **options)
+        self._job = make_job(
+            kind, self._python, connector=connector, warm=warm, apart=apart, ahead=ahead, **options
+        )
         self._about: dict[str, Any] | None = None
         self._unread = b""
         self._process: births.Process

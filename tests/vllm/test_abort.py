@@ -26,8 +26,9 @@ SHORT: dict[str, Any] = {"max_num_batched_tokens": 96, "max_num_seqs": 5, "max_m
 BLOCKS = {"gqa": 14, "hybrid": 23}
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_abort_at_every_step(kind: str, stopped_server: ServerProcess, tmp_path: Path) -> None:
+def test_abort_at_every_step(kind: str, ahead: bool, stopped_server: ServerProcess, tmp_path: Path) -> None:
     serve = stopped_server.start(memory="256MiB")
     connector = {"socket": str(serve.socket), "lookup_timeout_ms": 5000}
     draw = random.Random(30)
@@ -35,7 +36,12 @@ def test_abort_at_every_step(kind: str, stopped_server: ServerProcess, tmp_path:
     stages: dict[str, set[str]] = {"computes": set(), "loads": set()}
     preemptions = 0.0
     with VllmEngine(
-        kind, tmp_path / "engine", connector=connector, num_gpu_blocks_override=BLOCKS[kind], **SHORT
+        kind,
+        tmp_path / "engine",
+        connector=connector,
+        ahead=ahead,
+        num_gpu_blocks_override=BLOCKS[kind],
+        **SHORT,
     ) as engine:
         truth = [engine.round([p], TOKENS, salt=f"alone {n}").tokens[0] for n, p in enumerate(prompts)]
         assert engine.round(prompts, TOKENS).tokens == truth

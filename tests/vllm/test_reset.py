@@ -31,11 +31,14 @@ def serve(folder: Path) -> Iterator[ServerProcess]:
         yield server.start(memory="512MiB")
 
 
-@pytest.fixture(scope="module")
-def engines(serve: ServerProcess, folder: Path) -> Iterator[tuple[VllmEngine, VllmEngine]]:
+@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "ahead"])
+def engines(
+    serve: ServerProcess, folder: Path, request: pytest.FixtureRequest
+) -> Iterator[tuple[VllmEngine, VllmEngine]]:
     connector = {"socket": str(serve.socket), "lookup_timeout_ms": 5000}
     # Prompts take several steps: there is a moment to reset in.
     options: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "enable_prefix_caching": True}
+    options["ahead"] = request.param
     with (
         VllmEngine("gqa", folder / "one", connector=connector, **options) as one,
         VllmEngine("gqa", folder / "other", connector=connector, **options) as other,

@@ -31,6 +31,8 @@ PIPELINE = {
     "compilation_config": {"mode": 2, "backend": "eager"},
 }
 
+AHEAD = {"ahead": True}
+
 
 class Case(NamedTuple):
     kind: str
@@ -56,6 +58,8 @@ CASES = {
     "sliding": Case("sliding"),
     "moe": Case("moe"),
     "gqa, drafts": Case("gqa", {"speculative_config": NGRAM}),
+    "gqa, ahead": Case("gqa", AHEAD),
+    "hybrid, ahead": Case("hybrid", AHEAD, groups=2),
     "gqa, tp 2": Case("gqa", {"tensor_parallel_size": 2, "apart": True}),
     "mqa, tp 2": Case("mqa", {"tensor_parallel_size": 2}),
     "mla, tp 2": Case("mla", {"tensor_parallel_size": 2}, prefix_caching=False),
@@ -185,13 +189,14 @@ def flip_a_bit_in_every_slot(folder: Path) -> int:
     return flipped
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
 @pytest.mark.parametrize("kind", ["gqa", "hybrid"])
 def test_corrupted_slots_are_caught_and_computed_again(
-    kind: str, serve: ServerProcess, tmp_path: Path
+    kind: str, ahead: bool, serve: ServerProcess, tmp_path: Path
 ) -> None:
     prompts = prompts_around_borders(KINDS[kind].block, CHUNK, seed=8)[-4:]
     connector = {"socket": str(serve.socket), "lookup_timeout_ms": 5000}
-    with VllmEngine(kind, tmp_path / "engine", connector=connector) as engine:
+    with VllmEngine(kind, tmp_path / "engine", connector=connector, ahead=ahead) as engine:
         truth = [engine.round([p], salt=f"alone {n}").tokens[0] for n, p in enumerate(prompts)]
         assert engine.round(prompts).tokens == truth
         assert flip_a_bit_in_every_slot(serve.folder) > 0
