@@ -232,6 +232,22 @@ def test_a_changed_password_is_read_again(opened, start_valkey, tmp_path):
     assert engine.exist([NAME]) == [False]
 
 
+def test_a_password_that_could_not_be_read_once_leaves_no_connection_without_it(
+    opened, start_valkey, tmp_path
+):
+    server = start_valkey("--requirepass", "tops3cret")
+    file = tmp_path / "password"
+    file.write_text("tops3cret")
+    engine = opened(server.url, password_file=str(file))
+    server.kill()
+    server.start()
+    file.rename(tmp_path / "away")
+    with pytest.raises(EngineError, match=r"cannot read .*/password: No such file"):
+        engine.exist([NAME])
+    (tmp_path / "away").rename(file)
+    assert engine.exist([NAME]) == [False]
+
+
 def test_a_server_without_password_says_so(opened, valkey, monkeypatch):
     monkeypatch.setenv("OUR_PASSWORD", "x")
     with pytest.raises(EngineError, match=r"leave password_file= and password_env= out"):

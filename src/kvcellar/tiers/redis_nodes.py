@@ -56,6 +56,7 @@ class Node:
             driver_info=None,  # saves two round trips of a new connection
             retry=Retry(NoBackoff(), 0),  # the tier tries again, and knows how often
             maint_notifications_config=MaintNotificationsConfig(enabled=False),
+            redis_connect_func=_log_in,
             **settings,
             **(tls or {}),
         )
@@ -200,6 +201,17 @@ class Nodes:
                 address = Address((master[0] or b"").decode() or node.address.host, master[1])
                 slots[first : last + 1] = [address] * (last + 1 - first)
         return slots
+
+
+def _log_in(connection: Any) -> None:
+    """As redis-py does by itself, which after an error of ours (a password file that cannot be read) would
+    keep a socket that is not logged in, and take it for one that is.
+    """
+    try:
+        connection.on_connect()
+    except BaseException:
+        connection.disconnect()
+        raise
 
 
 def _uncovered(slots: list[Address | None]) -> str:
