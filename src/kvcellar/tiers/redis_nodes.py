@@ -196,10 +196,16 @@ class Nodes:
         slots: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         with node.connection(deadline) as wire, node.guard():
             wire.send(b"CLUSTER", b"SLOTS")
-            for first, last, master, *_ in wire.array():
-                # An empty host means the one that was asked.
-                address = Address((master[0] or b"").decode() or node.address.host, master[1])
-                slots[first : last + 1] = [address] * (last + 1 - first)
+            for part in wire.array():
+                match part:
+                    case [int(first), int(last), [bytes() | None as host, int(port), *_], *_] if (
+                        0 <= first <= last < len(slots)
+                    ):
+                        # An empty host means the one that was asked.
+                        address = Address((host or b"").decode() or node.address.host, port)
+                        slots[first : last + 1] = [address] * (last + 1 - first)
+                    case _:
+                        raise WireError(f"got {str(part)[:60]} where slots and their node were due")
         return slots
 
 

@@ -5,6 +5,7 @@ the socket and from the socket into the slab. Works on plain and TLS sockets ali
 deadline. Knows nothing of nodes, pools or what a value means.
 """
 
+import re
 import socket
 import time
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ from typing import Any
 # Below this, pieces are gathered into one send; above, copying would cost more than the call.
 _SMALL = 4096
 _CRLF = b"\r\n"
+# More than any node answers, of what is not read into a slab: the name of a host, arrays in arrays.
+_LONGEST_BYTES, _DEEPEST = 16 << 10, 8
+_REDIRECT = re.compile(r"(?:MOVED|ASK) \d+ (\S*):(\d{1,5})")
 
 
 class WireError(Exception):
@@ -33,7 +37,7 @@ class Redirect(ReplyError):
     @property
     def address(self) -> tuple[str, int]:
         """The host may be empty: then it is the one that answered."""
-        host, _, port = self.args[0].split(" ")[2].rpartition(":")
+        host, port = _REDIRECT.fullmatch(self.args[0]).groups()  # type: ignore[union-attr]
         return host.strip("[]"), int(port)
 
 
@@ -130,14 +134,16 @@ class Wire:
         self.owed -= 1
         return found
 
-    def _items(self, count: int) -> list[Any]:
-        return [self._item() for _ in range(count)]
+    def _items(self, count: int, depth: int = 1) -> list[Any]:
+        if depth > _DEEPEST:
+            raise WireError("arrays in arrays without an end")
+        return [self._item(depth) for _ in range(count)]
 
-    def _item(self) -> Any:
+    def _item(self, depth: int) -> Any:
         line = self._line()
         match line[:1]:
             case b"*":
-                return self._items(int(line[1:]))
+                return self._items(int(line[1:]), depth + 1)
             case b"$":
                 return self._bytes(int(line[1:]))
             case b":":
@@ -148,6 +154,8 @@ class Wire:
     def _bytes(self, size: int) -> bytes | None:
         if size < 0:
             return None
+        if size > _LONGEST_BYTES:
+            raise WireError(f"a value of {size} bytes where few were due")
         value = bytearray(size)
         self._fill(memoryview(value))
         self._end_bulk()
@@ -175,7 +183,7 @@ class Wire:
         if line.startswith(b"-"):
             self.owed -= 1
             text = line[1:].decode("utf-8", "replace")
-            raise (Redirect if text.startswith(("MOVED ", "ASK ")) else ReplyError)(text)
+            raise (Redirect if _REDIRECT.fullmatch(text) else ReplyError)(text)
         raise WireError(f"got {line[:40]!r} where {kind.decode()} was due")
 
     def _line(self) -> bytes:
