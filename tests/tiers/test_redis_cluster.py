@@ -184,6 +184,45 @@ def test_a_node_that_falls_silent_costs_the_others_no_answer(cluster, opened, nu
     eventually(cluster.formed)
 
 
+def test_a_node_that_falls_silent_when_it_is_asked_for_the_map_costs_the_others_no_answer(
+    cluster, opened, monkeypatch
+):
+    engine = opened(cluster.url, timeout="3")
+    names = [name_in(cluster, node) for node in range(3)]
+    for name in names:
+        engine.write(name, buffer(1000, seed=1))
+    monkeypatch.setattr(redis_nodes, "_REST_S", 0.0)
+    engine._nodes.fetch_soon()
+    cluster.nodes[0].pause()
+    try:
+        assert engine.exist(names) == [False, True, True]
+    finally:
+        cluster.nodes[0].resume()
+    eventually(lambda: all(engine.exist(names)))
+    eventually(cluster.formed)
+
+
+def test_a_node_that_has_lost_its_memory_of_the_cluster_costs_its_own_keys_alone(
+    needs_backends, tmp_path, opened, monkeypatch
+):
+    """It comes back under its address, and knows of no slots and no other node."""
+    monkeypatch.setattr(redis_nodes, "_REST_S", 0.0)
+    with ValkeyCluster(tmp_path) as cluster:
+        engine = opened(cluster.url)
+        names = [name_in(cluster, number) for number in (1, 0, 2)]
+        for name in names:
+            engine.write(name, buffer(1000, seed=1))
+        cluster.nodes[0].kill()
+        with pytest.raises(EngineError, match="is the server running"):
+            engine.read(names[1], buffer(1000))
+        cluster.nodes[0].start()
+        for _ in range(2):
+            assert engine.exist(names) == [True, False, True]
+        with pytest.raises(EngineError, match="CLUSTERDOWN"):
+            engine.read(names[1], buffer(1000))
+        asyncio.run(live_without_a_node(engine, names))
+
+
 def test_a_node_that_redirects_is_no_single_server(cluster, opened):
     single = opened(f"redis://127.0.0.1:{cluster.nodes[0].port}")
     with pytest.raises(EngineError, match=r"use redis\+cluster:// in the URL"):

@@ -1,8 +1,15 @@
 """What no real Valkey does: answers that are none, or too many. An error, and never the answer to another."""
 
+import itertools
+import time
+
 import pytest
+from redis.crc import key_slot
 
 from kvcellar.tiers import EngineError
+from kvcellar.tiers.redis_nodes import Node
+from kvcellar.tiers.remote import Address
+from tests.server.engine import PATIENCE
 from tests.tiers.conformance import buffer
 from tests.tiers.liar import Liar, cluster
 from tests.tiers.remote import NAME
@@ -43,3 +50,39 @@ def test_an_envelope_that_is_larger_than_it_can_be_is_an_error(opened):
         liar.reply = lambda _: b"$%d\r\n" % (1 << 62)
         with pytest.raises(EngineError, match="where few were due"):
             engine.delete([NAME])
+
+
+def test_what_follows_a_bad_answer_is_not_taken_for_the_next_one(opened):
+    """Two names are asked for at the node that they have moved to."""
+    with Liar() as old, Liar() as new:
+        engine = opened(old.url)
+        old.reply = lambda _: b"-MOVED 1 127.0.0.1:%d\r\n" % new.port
+        bad = iter([b"+what?\r\n:1\r\n"])
+        new.reply = lambda _: next(bad, b":0\r\n")
+        assert engine.exist(["ns/0", "ns/1"]) == [False, False]
+
+
+def test_a_node_that_does_not_read_costs_the_others_no_answer(opened):
+    def name_in(half: int, size: int) -> str:
+        names = (f"{number:0{size}}" for number in itertools.count())
+        return next(name for name in names if key_slot(f"kvcellar:{name}".encode()) // 8192 == half)
+
+    with Liar() as deaf, Liar() as other:
+        deaf.slots = cluster((0, 8191, deaf.port), (8192, 16383, other.port))
+        engine = opened(deaf.url, timeout="2")
+        deaf.reply = lambda _: None
+        other.reply = lambda _: b":1\r\n"
+        names = [name_in(0, 64 << 10)] * 400 + [name_in(1, 8)]  # more than any socket takes in advance
+        assert engine.exist(names) == [False] * 400 + [True]
+
+
+def test_a_node_that_there_was_no_time_to_ask_is_not_asked_and_not_blamed():
+    with Liar() as liar:
+        node = Node(Address("127.0.0.1", liar.port), None, {})
+        with pytest.raises(EngineError, match="no time left"), node.connection(time.monotonic() - 1):
+            pytest.fail("it was asked")
+        with node.connection(time.monotonic() + PATIENCE) as wire:
+            wire.send(b"PING")
+            wire.status()
+        assert liar.connections == 1
+        node.close()

@@ -101,36 +101,38 @@ class Call:
                 node = self._nodes.of_key(commands[number].key, self._deadline)
                 by_node.setdefault(node, []).append(number)
         asked = []
-        for node, its in by_node.items():
-            with self._noted(failures, node):
+        for place, (node, its) in enumerate(by_node.items()):
+            with self._noted(failures), self._share(node, len(by_node) - place):
                 for number in its:
                     self._send(commands[number], node)
                 self._flush(node)
                 asked.append(node)
         for place, node in enumerate(asked):
-            wire, now = self._wires[node], time.monotonic()
-            # The first to be silent must not use up the time in which the others are heard.
-            wire.deadline = now + (self._deadline - now) / (len(asked) - place)
-            with self._noted(failures, node):
+            with self._noted(failures), self._share(node, len(asked) - place):
                 for number in by_node[node]:
                     try:
                         results[number] = self._receive(commands[number], node)
                     except Redirect as elsewhere:
                         redirected.append((number, elsewhere))
-            wire.deadline = self._deadline
         for number, redirect in redirected:
             with self._noted(failures):
                 results[number] = self._follow(commands[number], redirect)
 
     @contextmanager
-    def _noted(self, failures: list[EngineError], node: Node | None = None) -> Iterator[None]:
+    def _noted(self, failures: list[EngineError]) -> Iterator[None]:
         """What fails is no more than a note."""
         try:
             yield
         except EngineError as error:
             failures.append(error)
-            if node is not None:
-                self._wires.pop(node, None)  # late replies would be taken for those to what is asked next
+
+    @contextmanager
+    def _share(self, node: Node, parts: int) -> Iterator[None]:
+        """The first to be silent must not use up the time in which the others are heard."""
+        wire, now = self._wire(node), time.monotonic()
+        wire.deadline = now + (self._deadline - now) / parts
+        yield
+        wire.deadline = self._deadline
 
     def ask(self, node: Node, receive: Callable[[Wire], Any], *words: bytes) -> Any:
         """Something that is not about a key."""
@@ -138,22 +140,35 @@ class Call:
         self._send(command, node)
         return self._receive(command, node)
 
-    def _send(self, command: Command, node: Node) -> None:
+    def _wire(self, node: Node) -> Wire:
         if node not in self._wires:
             self._wires[node] = self._stack.enter_context(node.connection(self._deadline))
-        with node.guard():
-            command.send(self._wires[node])
+        return self._wires[node]
+
+    @contextmanager
+    def _at(self, node: Node) -> Iterator[Wire]:
+        wire = self._wire(node)
+        try:
+            with node.guard():
+                yield wire
+        except EngineError:
+            del self._wires[node]  # late replies would be taken for those to what is asked next
+            raise
+
+    def _send(self, command: Command, node: Node) -> None:
+        with self._at(node) as wire:
+            command.send(wire)
 
     def _receive(self, command: Command, node: Node) -> Any:
-        with node.guard():
-            found = command.receive(self._wires[node])
+        with self._at(node) as wire:
+            found = command.receive(wire)
         node.heard_at = time.monotonic()
         return found
 
     def _flush(self, *nodes: Node) -> None:
-        for node in nodes or self._wires:
-            with node.guard():
-                self._wires[node].flush()
+        for node in nodes or list(self._wires):
+            with self._at(node) as wire:
+                wire.flush()
 
     def _follow(self, command: Command, redirect: Redirect) -> Any:
         if not self._nodes.is_cluster:

@@ -26,6 +26,8 @@ from kvcellar.tiers.remote import Address, Secret
 _REST_S = 1.0
 # Who answered so lately is there.
 _LATELY_S = 10.0
+# What a node says that is there, and has nothing for anybody.
+_AWAY = ("CLUSTERDOWN", "LOADING", "MASTERDOWN")
 
 
 class NodeAway(EngineError):
@@ -67,8 +69,11 @@ class Node:
     @contextmanager
     def connection(self, deadline: float) -> Iterator[Wire]:
         """One that is not left clean is closed and never used again: a reply may still be on its way."""
-        if time.monotonic() - self.failed_at < _REST_S:
+        now = time.monotonic()
+        if now - self.failed_at < _REST_S:
             raise NodeAway(f"{self.address} did not answer a moment ago")
+        if now > deadline:  # which is not this one's fault
+            raise NodeAway(f"there was no time left to ask {self.address}")
         with self.guard():
             connection = self._pool.get_connection()
         wire = None
@@ -95,7 +100,11 @@ class Node:
             self.failed_at, self.heard_at = time.monotonic(), float("-inf")
             raise NodeAway(f"{self.address} did not answer in time; {self._suspicion}") from None
         except ReplyError as error:
-            raise EngineError(f"{self.address}: {explain(str(error))}") from None
+            problem = f"{self.address}: {explain(str(error))}"
+            if error.code not in _AWAY:
+                raise EngineError(problem) from None
+            self.heard_at = float("-inf")
+            raise NodeAway(problem) from None
         except (redis.RedisError, WireError, OSError, ValueError) as error:
             self.heard_at = float("-inf")
             raise NodeAway(f"{self.address}: {explain(str(error))}") from None
@@ -178,18 +187,27 @@ class Nodes:
         return self._slots
 
     def _fetch(self, deadline: float) -> None:
-        self._fetched_at = time.monotonic()
+        now = self._fetched_at = time.monotonic()
         known = {one: None for one in (*self._seeds, *self._slots) if one}
         problem = EngineError("no nodes")
+        best: list[Address | None] = []
         # Those that failed last are asked last.
         for node in sorted(map(self.at, known), key=lambda node: node.failed_at):
             try:
-                self._slots, self._is_old = self._ask(node, deadline), False
-                self.uncovered = _uncovered(self._slots)
-                return
+                # One that is silent must leave time for the next, and for what the map is wanted for.
+                found = self._ask(node, now + (deadline - now) / 2)
             except EngineError as error:
                 problem = error
-        raise problem
+            else:
+                # A node that has lost its memory of the cluster knows of no slots.
+                best = min(best or found, found, key=lambda slots: slots.count(None))
+                if None not in best:
+                    break
+            now = time.monotonic()
+        if not best:
+            raise problem
+        self._slots, self._is_old = best, False
+        self.uncovered = _uncovered(best)
 
     @staticmethod
     def _ask(node: Node, deadline: float) -> list[Address | None]:
