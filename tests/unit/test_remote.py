@@ -61,11 +61,21 @@ def test_a_secret_is_read_when_it_is_used(tmp_path, monkeypatch):
         ("redis://user:pass@h:1", "redis://h:1"),
         ("redis://:pa/ss@h:1", "redis://h:1"),
         ("redis://:p@/s@h:1", "redis://h:1"),
+        ("redis://:p?s@h:1", "redis://h:1"),
+        ("redis://h?password_file=/a@b", "redis://h"),
+        ("redis://u:p@h?password_file=/a@b", "redis://h"),
         ("disk:///mnt/a@b/c", "disk:///mnt/a@b/c"),
     ],
 )
 def test_a_label_holds_no_password_whatever_is_in_it(url, label):
     assert parse_spec(url).label == label
+
+
+@pytest.mark.parametrize("url", ["redis://u:tops3cret@h", "redis://u:tops?3cret@h"])
+def test_a_password_in_a_url_is_refused_and_not_shown(url):
+    with pytest.raises(ConfigError, match="it holds no user and password") as caught:
+        parse_spec(url).open()
+    assert "tops" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("written", "path"), [("/etc/a+b", "/etc/a+b"), ("/etc/a%20b", "/etc/a b")])

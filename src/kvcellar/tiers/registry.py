@@ -47,10 +47,10 @@ def parse_spec(text: str) -> TierSpec:
     try:
         scheme = urlsplit(url).scheme
     except ValueError as error:
-        raise ConfigError(f"--tier {label_of(url)!r} is no URL: {error}") from None
+        raise ConfigError(f"--tier {label_of(text)!r} is no URL: {error}") from None
     if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or "://" not in url:
         raise ConfigError(
-            f"--tier {label_of(url)!r}: expected a URL such as disk:///var/cache/kv?size=200GiB"
+            f"--tier {label_of(text)!r}: expected a URL such as disk:///var/cache/kv?size=200GiB"
         )
     # A plus is a plus, as in the name of a file: this is no form.
     options = dict(parse_qsl(query.replace("+", "%2B"), keep_blank_values=True))
@@ -58,8 +58,8 @@ def parse_spec(text: str) -> TierSpec:
     # Only a disk wears, and only a disk is ours alone: what one host reads once, another may read next.
     write = options.pop("write", "everything") if scheme == "disk" else "everything"
     if write not in FILTERS:
-        raise ConfigError(f"--tier {label_of(url)}: write={write!r} is none of {', '.join(FILTERS)}")
-    return TierSpec(label_of(url), url, options, lambda: factory(url, options), FILTERS[write])
+        raise ConfigError(f"--tier {label_of(text)}: write={write!r} is none of {', '.join(FILTERS)}")
+    return TierSpec(label_of(text), url, options, lambda: factory(url, options), FILTERS[write])
 
 
 def _factory(scheme: str) -> Factory:
@@ -84,6 +84,6 @@ def _factory(scheme: str) -> Factory:
 
 def label_of(url: str) -> str:
     """For people: without options, nor user and password, in which any character may have been left as it is.
-    A path of this host, which begins with a third slash, has neither.
+    A path of this host, which begins with a third slash, has neither, nor has the value of an option.
     """
-    return re.sub(r"://[^/].*@", "://", url.partition("?")[0], flags=re.S)
+    return re.sub(r"://[^/](?:[^?]*|[^=]*)@", "://", url).partition("?")[0]

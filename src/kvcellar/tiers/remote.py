@@ -33,7 +33,7 @@ class Options:
         self.url = url.partition("?")[0]
         self._left = dict(options)
         self._known: list[str] = []
-        if "@" in self.url:
+        if "@" in self.url or any("@" in name for name in options):  # the password has a question mark
             raise ConfigError(
                 "a tier's URL is shown to everybody, so it holds no user and password; name a variable or "
                 "a file that does: see docs/tiers.md"
