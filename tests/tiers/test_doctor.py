@@ -10,6 +10,7 @@ import pytest
 from kvcellar.cli.doctor import examine
 from kvcellar.tiers.disk import DiskEngine
 from tests.tiers.conformance import buffer, name_of
+from tests.tiers.liar import Liar
 
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -33,6 +34,13 @@ def test_each_tier_is_judged_apart(valkey, tmp_path):
     assert "ok   disk://" in found.stdout
     assert "FAIL redis://127.0.0.1:1" in found.stdout
     assert "is the server running, and is the port right?" in found.stdout
+
+
+def test_a_tier_that_falls_silent_is_said_to_and_not_that_it_cannot_be_cleaned():
+    with Liar() as liar:
+        liar.reply = lambda _: None
+        (finding,) = examine([f"{liar.url}?timeout=1"])
+        assert "did not answer in time" in finding.problem
 
 
 def filled(folder: Path) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -144,8 +144,11 @@ def _measure(label: str, opened: float, engine: Engine) -> Finding:
 def _cleaned(engine: Engine, names: Sequence[str]) -> Iterator[None]:
     try:
         yield
-    finally:
-        engine.delete(names)
+    except BaseException:
+        with suppress(EngineError):  # what it says first is what is wrong with it
+            engine.delete(names)
+        raise
+    engine.delete(names)
 
 
 def _buffer() -> Buffer:
