@@ -17,10 +17,14 @@ class Liar:
         self.port: int = self._listener.getsockname()[1]
         self.slots = cluster((0, 16383, self.port))
         self.reply: Callable[[list[bytes]], bytes | None] = lambda words: b":0\r\n"
-        self.connections = 0
+        self._open = set[socket.socket]()
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._run(self._accept)
+
+    @property
+    def connections(self) -> int:
+        return len(self._open)
 
     @property
     def url(self) -> str:
@@ -48,7 +52,7 @@ class Liar:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                self.connections += 1
+                self._open.add(client)
                 self._sockets.append(client)
                 self._run(self._serve, client)
 
@@ -65,6 +69,7 @@ class Liar:
                 if reply is None:
                     return
                 client.sendall(reply)
+        self._open.remove(client)
 
 
 def _command(asked: BinaryIO) -> list[bytes]:

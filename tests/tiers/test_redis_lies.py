@@ -6,10 +6,10 @@ import time
 import pytest
 from redis.crc import key_slot
 
-from kvcellar.tiers import EngineError
+from kvcellar.tiers import EngineError, redis_nodes
 from kvcellar.tiers.redis_nodes import Node
 from kvcellar.tiers.remote import Address
-from tests.server.engine import PATIENCE
+from tests.server.engine import PATIENCE, eventually
 from tests.tiers.conformance import buffer
 from tests.tiers.liar import Liar, cluster
 from tests.tiers.remote import NAME
@@ -86,3 +86,16 @@ def test_a_node_that_there_was_no_time_to_ask_is_not_asked_and_not_blamed():
             wire.status()
         assert liar.connections == 1
         node.close()
+
+
+def test_a_node_that_has_left_the_cluster_keeps_no_connection(opened, monkeypatch):
+    monkeypatch.setattr(redis_nodes, "_REST_S", 0.0)
+    with Liar() as stays, Liar() as goes:
+        stays.slots = cluster((0, 8191, stays.port), (8192, 16383, goes.port))
+        engine = opened(stays.url)
+        assert goes.connections == 1
+        stays.slots = cluster((0, 16383, stays.port))
+        goes.reply = lambda words: b"-MOVED 1 127.0.0.1:%d\r\n" % stays.port
+        engine.exist([f"ns/{number}" for number in range(100)])
+        eventually(lambda: not goes.connections)
+        assert engine.exist([NAME]) == [False]

@@ -7,7 +7,7 @@ that a dead one costs fast errors; the others go on. Knows nothing of values.
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -63,6 +63,7 @@ class Node:
             **(tls or {}),
         )
         self._suspicion = "is it overloaded or stopped" + ("?" if tls is None else ", or without TLS?")
+        self._has_left = False
         self.failed_at = float("-inf")
         self.heard_at = float("-inf")  # when it answered last, unless it has failed since
 
@@ -85,7 +86,7 @@ class Node:
             wire = Wire(sock, deadline)
             yield wire
         finally:
-            if wire is None or not wire.is_clean:
+            if wire is None or not wire.is_clean or self._has_left:
                 connection.disconnect()  # type: ignore[no-untyped-call]
             self._pool.release(connection)
 
@@ -111,6 +112,11 @@ class Node:
 
     def close(self) -> None:
         self._pool.disconnect()
+
+    def leave(self) -> None:
+        """Close its connections: those in use when they are given back."""
+        self._has_left = True
+        self._pool.disconnect(inuse_connections=False)
 
 
 class Nodes:
@@ -208,6 +214,14 @@ class Nodes:
             raise problem
         self._slots, self._is_old = best, False
         self.uncovered = _uncovered(best)
+        self._drop({*self._seeds, *best})
+
+    def _drop(self, there: Set[Address | None]) -> None:
+        """Nodes come and go under new addresses: those that went keep no connections."""
+        with self._lock:
+            gone = [self._nodes.pop(address) for address in [*self._nodes] if address not in there]
+        for node in gone:
+            node.leave()
 
     @staticmethod
     def _ask(node: Node, deadline: float) -> list[Address | None]:
