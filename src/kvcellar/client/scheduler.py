@@ -26,9 +26,9 @@ from kvcellar.client.backoff import keep_trying
 from kvcellar.client.grants import Asked, Expected, Grant, fitting, granted, miss, packed
 from kvcellar.client.link import Link
 from kvcellar.client.slabs import fetch_sketch
+from kvcellar.epoch import epoch_of
 from kvcellar.errors import CellarError, Disconnected, Unavailable
 from kvcellar.identity import ChunkKey, Namespace, window_chunks
-from kvcellar.ledger import LEASE_BITS
 from kvcellar.wire import messages as m
 
 log = logging.getLogger(__name__)
@@ -396,7 +396,7 @@ class SchedulerClient:
         self._queue = [
             (op, tag)
             for op, tag in lost
-            if isinstance(op, m.Release | m.Abort) and op.lease >> LEASE_BITS == self._epoch
+            if isinstance(op, m.Release | m.Abort) and epoch_of(op.lease) == self._epoch
         ] + kept
 
     def _keep_connected(self, told: str) -> None:

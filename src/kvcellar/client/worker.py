@@ -21,9 +21,9 @@ from pathlib import Path
 from kvcellar.client.backoff import keep_trying
 from kvcellar.client.link import Link
 from kvcellar.client.slabs import SlabMap, SlabWatcher, fetch_slab
+from kvcellar.epoch import epoch_of
 from kvcellar.errors import CellarError, Disconnected, Rejected
 from kvcellar.identity import Namespace
-from kvcellar.ledger import LEASE_BITS
 from kvcellar.slab import Place, Slot
 from kvcellar.wire import messages as m
 
@@ -164,7 +164,7 @@ class WorkerClient:
         self._wake()
 
     def _is_valid(self, lease: int) -> bool:
-        return lease >> LEASE_BITS == self._epoch and lease > self._void
+        return epoch_of(lease) == self._epoch and lease > self._void
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well

@@ -2,15 +2,13 @@
 
 from kvcellar.ledger.audit import audit
 from kvcellar.ledger.lease import Lease, LeaseId
-from kvcellar.ledger.ledger import EPOCH_BITS, LEASE_BITS, NO_LEASE, Granted, Ledger
+from kvcellar.ledger.ledger import NO_LEASE, Granted, Ledger
 from kvcellar.ledger.room import Room
 from kvcellar.ledger.session import SCHEDULER, Session
 from kvcellar.ledger.shelf import Shelf, Table
 from kvcellar.ledger.stripe import Stripe
 
 __all__ = [
-    "EPOCH_BITS",
-    "LEASE_BITS",
     "NO_LEASE",
     "SCHEDULER",
     "Granted",

@@ -8,11 +8,11 @@ memory happen elsewhere and later; an engine acts on a decision only while it ho
 * Whatever is asked twice, or for a lease of an earlier server, changes nothing and is counted.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
 
+from kvcellar.epoch import numbers
 from kvcellar.errors import BadRequest, UnknownNamespace, WrongOwner
 from kvcellar.identity import (
     ChunkKey,
@@ -32,9 +32,6 @@ from kvcellar.slab import NO_PLACE
 
 NO_LEASE = LeaseId(0)
 
-# A lease id is an epoch and a count: 22 bits tell servers apart, 40 last for centuries.
-EPOCH_BITS, LEASE_BITS = 22, 40
-
 
 class Granted(NamedTuple):
     """The answer to a lookup or a reserve: places by group, NO_PLACE where there is nothing to read or to
@@ -49,7 +46,6 @@ class Granted(NamedTuple):
 
 class Ledger:
     def __init__(self, epoch: int, hold_limit: int, sketch: OwnSketch | None = None) -> None:
-        assert 0 < epoch < 1 << EPOCH_BITS
         self.epoch = epoch
         self.hold_limit = hold_limit  # bytes one session may keep pinned or in writing
         self.rooms: dict[NamespaceId, Room] = {}
@@ -62,8 +58,7 @@ class Ledger:
         self.published: Callable[[Room, int, list[Stripe]], None] | None = None
         # Told of stripes that were read, later chunks first: those not used since the eviction policy looked.
         self.used: Callable[[Room, int, list[Stripe]], None] | None = None
-        # The epoch in the high bits: a lease of an earlier server can never be mistaken for one of this.
-        self._lease_ids = itertools.count(epoch << LEASE_BITS | 1)
+        self._lease_ids = numbers(epoch)
 
     # -- who is there ----------------------------------------------------------------------------------------
 

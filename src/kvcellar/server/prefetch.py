@@ -15,14 +15,14 @@ aside while a lookup waits.
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import NamedTuple
 
+from kvcellar.epoch import numbers
 from kvcellar.identity import ChunkKey, NamespaceId, fold_windows, needed_chunks
-from kvcellar.ledger import LEASE_BITS, NO_LEASE, SCHEDULER, Granted, Ledger, Room, Session, Shelf
+from kvcellar.ledger import NO_LEASE, SCHEDULER, Granted, Ledger, Room, Session, Shelf
 from kvcellar.server.fetch import Fetches
 from kvcellar.server.grants import pack_places
 from kvcellar.server.line import Line
@@ -72,8 +72,7 @@ class Prefetch:
         self._members = members
         self._tiers = tiers
         self._fetches = fetches
-        # As leases are: an engine may still have one of an earlier server.
-        self._tickets = itertools.count(ledger.epoch << LEASE_BITS | 1)
+        self._tickets = numbers(ledger.epoch)  # an engine may still have one of an earlier server
         self._lines: dict[Room, Line] = {}  # as long as somebody stands in it
         self._quiet = asyncio.Event()  # no lookup waits
         self._quiet.set()

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import resource
-import secrets
 import signal
 import socket
 import stat
@@ -19,9 +18,10 @@ from pathlib import Path
 from kvcellar import __version__
 from kvcellar.arena import Arena, default_limit
 from kvcellar.config import Settings
+from kvcellar.epoch import new_epoch
 from kvcellar.errors import CellarError, Draining, Forbidden, StartupError
 from kvcellar.folders import check_parent
-from kvcellar.ledger import EPOCH_BITS, Ledger
+from kvcellar.ledger import Ledger
 from kvcellar.server.connection import Connection
 from kvcellar.server.descriptors import Descriptors
 from kvcellar.server.members import Members
@@ -54,7 +54,7 @@ class Server:
         self._arena = Arena(settings.folder_path, memory)
         sketch = make_sketch()
         self._ledger = Ledger(
-            epoch=secrets.randbelow((1 << EPOCH_BITS) - 1) + 1,
+            epoch=new_epoch(),
             hold_limit=memory * settings.hold_percent // 100,
             sketch=sketch,
         )
