@@ -137,6 +137,21 @@ def test_stores_that_come_in_every_step_follow_by_a_step(steps: Callable[..., St
         engine.copy(its)
 
 
+def test_storing_goes_on_from_the_end_of_the_caches_hit(steps: Callable[..., Steps]) -> None:
+    """However much the engine had: it may still have what the cache has lost."""
+    engine = steps()
+    engine.step(engine.request(1, seed=1))
+    engine.step()
+    engine.copy(engine.step())
+    prompt = engine.request(4, seed=1)
+    prompt.plan_from(engine.hit(4, seed=1))
+    engine.step(prompt)
+    assert engine.pool.held == 3 * PER_CHUNK
+    engine.step()
+    engine.copy(engine.step())
+    assert engine.hit(4, seed=1) == 4
+
+
 def test_no_more_than_half_of_the_blocks_are_held_and_the_rest_follows(steps: Callable[..., Steps]) -> None:
     engine = steps(blocks=6 * PER_CHUNK)
     prompt = engine.request(5, seed=1)

@@ -1,4 +1,4 @@
-"""Token arithmetic: blocks of a run of tokens, hits with windows, what a request loads and stores."""
+"""Token arithmetic: blocks of a run of tokens, hits with windows, what a request loads."""
 
 import pytest
 from hypothesis import given, settings
@@ -8,13 +8,11 @@ from kvcellar.errors import BadRequest
 from kvcellar.identity import (
     Group,
     Layer,
-    LoadSpan,
     block_range,
     fold_windows,
+    loadable_tokens,
+    loaded_chunks,
     needed_chunks,
-    plan_load,
-    storable_chunks,
-    store_start,
     window_chunks,
 )
 
@@ -49,21 +47,6 @@ def test_a_run_that_is_no_whole_number_of_blocks_is_refused(start, stop):
 
 def test_an_empty_run_has_no_blocks():
     assert list(block_range(1024, 1024, 256)) == []
-
-
-@pytest.mark.parametrize(
-    ("blocks_per_group", "chunks"),
-    [
-        ([16, 64, 64, 1024, 512], 16),
-        ([16, 64, 64, 1024, 0], 0),  # a group with no blocks yet
-        ([0, 0, 0, 0, 0], 0),
-        ([16, 64, 64, 1024, 511], 15),  # one block short of the last chunk
-        ([16, 64, 64, 63, 512], 0),
-        ([16, 64, 4, 1024, 512], 1),
-    ],
-)
-def test_a_chunk_is_storable_when_every_group_has_its_blocks(blocks_per_group, chunks):
-    assert storable_chunks(blocks_per_group, BLOCK_TOKENS, CHUNK) == chunks
 
 
 # -- windows
@@ -179,23 +162,24 @@ def test_a_lone_group_is_asked_about_each_chunk_at_most_once(window):
 
 
 @pytest.mark.parametrize(
-    ("engine_hit", "cache_hit", "prompt", "block", "span"),
+    ("engine_hit", "cache_hit", "prompt", "block", "tokens", "chunks"),
     [
-        # chunks 0 and 1 given back, load from token 512, its first 192 tokens skipped, 320 new
-        (704, 1024, 2000, 16, LoadSpan(first_chunk=2, stop_chunk=4, skip_tokens=192, new_tokens=320)),
-        (704, 1024, 1024, 16, LoadSpan(2, 4, 192, 319)),
+        # chunks 0 and 1 given back, 2 and 3 loaded but for the 192 tokens up to 704 that the engine has
+        (704, 1024, 2000, 16, 320, range(2, 4)),
+        (704, 1024, 1024, 16, 319, range(2, 4)),
         # one token is left to compute, and no more
-        (0, 1024, 1024, 16, LoadSpan(0, 4, 0, 1023)),
-        (0, 1024, 1024, 256, LoadSpan(0, 4, 0, 1023)),
-        (0, 1024, 1025, 16, LoadSpan(0, 4, 0, 1024)),
+        (0, 1024, 1024, 16, 1023, range(4)),
+        (0, 1024, 1024, 256, 1023, range(4)),
+        (0, 1024, 1025, 16, 1024, range(4)),
         # the engine ends on a chunk, or has nothing
-        (512, 1024, 2000, 16, LoadSpan(2, 4, 0, 512)),
-        (0, 256, 2000, 16, LoadSpan(0, 1, 0, 256)),
-        (1008, 1024, 2000, 16, LoadSpan(3, 4, 240, 16)),
+        (512, 1024, 2000, 16, 512, range(2, 4)),
+        (0, 256, 2000, 16, 256, range(1)),
+        (1008, 1024, 2000, 16, 16, range(3, 4)),
     ],
 )
-def test_a_request_loads_what_the_engine_lacks(engine_hit, cache_hit, prompt, block, span):
-    assert plan_load(engine_hit, cache_hit, prompt, CHUNK, block) == span
+def test_a_request_loads_what_the_engine_lacks(engine_hit, cache_hit, prompt, block, tokens, chunks):
+    assert loadable_tokens(engine_hit, cache_hit, prompt, block) == tokens
+    assert loaded_chunks(engine_hit, tokens, CHUNK) == chunks
 
 
 @pytest.mark.parametrize(
@@ -211,14 +195,11 @@ def test_a_request_loads_what_the_engine_lacks(engine_hit, cache_hit, prompt, bl
     ],
 )
 def test_a_request_with_nothing_to_gain_loads_nothing(engine_hit, cache_hit, prompt, block):
-    assert plan_load(engine_hit, cache_hit, prompt, CHUNK, block) == LoadSpan(0, 0, 0, 0)
+    assert loadable_tokens(engine_hit, cache_hit, prompt, block) == 0
 
 
-def test_skipped_tokens_are_whole_blocks_that_the_engine_keeps():
-    span = plan_load(704, 1024, 2000, CHUNK, 16)
-    start = span.first_chunk * CHUNK
-    assert block_range(start, start + span.skip_tokens, 16) == range(32, 44)
-    assert block_range(704, 704 + span.new_tokens, 16) == range(44, 64)
+def test_an_engine_that_takes_less_than_it_was_offered_loads_fewer_chunks():
+    assert loaded_chunks(704, 320 - 256, CHUNK) == range(2, 3)
 
 
 @settings(deadline=None)
@@ -230,20 +211,10 @@ def test_skipped_tokens_are_whole_blocks_that_the_engine_keeps():
 )
 def test_a_load_starts_where_the_engine_ends_and_leaves_a_token(engine_blocks, cache_chunks, prompt, block):
     engine_hit, cache_hit = min(engine_blocks * block, prompt // block * block), cache_chunks * CHUNK
-    span = plan_load(engine_hit, cache_hit, prompt, CHUNK, block)
-    if span.new_tokens:
-        stop = engine_hit + span.new_tokens
-        assert span.first_chunk * CHUNK + span.skip_tokens == engine_hit
-        assert 0 <= span.skip_tokens < CHUNK
-        assert (span.stop_chunk - 1) * CHUNK < stop <= span.stop_chunk * CHUNK <= cache_hit
+    if tokens := loadable_tokens(engine_hit, cache_hit, prompt, block):
+        stop, chunks = engine_hit + tokens, loaded_chunks(engine_hit, tokens, CHUNK)
+        assert chunks.start * CHUNK <= engine_hit < (chunks.start + 1) * CHUNK
+        assert (chunks.stop - 1) * CHUNK < stop <= chunks.stop * CHUNK <= cache_hit
         assert stop < prompt
         assert stop == prompt - 1 or stop == cache_hit
-        assert span.new_tokens >= block - 1
-
-
-@pytest.mark.parametrize(
-    ("cache_hit", "first_chunk"),
-    [(0, 0), (255, 0), (256, 1), (512, 2), (1024, 4), (1279, 4)],
-)
-def test_storing_goes_on_from_the_end_of_the_caches_hit(cache_hit, first_chunk):
-    assert store_start(cache_hit, CHUNK) == first_chunk
+        assert tokens >= block - 1

@@ -23,13 +23,11 @@ from kvcellar.identity.namespace import (
 )
 from kvcellar.identity.parallel import ParallelStrategy
 from kvcellar.identity.tokens import (
-    LoadSpan,
     block_range,
     fold_windows,
+    loadable_tokens,
+    loaded_chunks,
     needed_chunks,
-    plan_load,
-    storable_chunks,
-    store_start,
     window_chunks,
 )
 
@@ -43,7 +41,6 @@ __all__ = [
     "Group",
     "Layer",
     "LayoutDesc",
-    "LoadSpan",
     "Namespace",
     "NamespaceId",
     "ParallelStrategy",
@@ -52,12 +49,11 @@ __all__ = [
     "default_chunk_tokens",
     "fold_windows",
     "layout_of",
+    "loadable_tokens",
+    "loaded_chunks",
     "make_plan",
     "needed_chunks",
-    "plan_load",
     "slot_bytes",
-    "storable_chunks",
-    "store_start",
     "stripe_bytes",
     "window_chunks",
 ]

@@ -6,7 +6,6 @@ as soon as it is forgotten.) Pure; knows nothing of the index or of leases.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from kvcellar.errors import BadRequest
 from kvcellar.identity.namespace import Group
@@ -19,17 +18,11 @@ def block_range(start: int, stop: int, block_tokens: int) -> range:
     return range(start // block_tokens, stop // block_tokens)
 
 
-def storable_chunks(blocks_per_group: Sequence[int], block_tokens: Sequence[int], chunk_tokens: int) -> int:
-    """Whole chunks that every group has blocks for. A group with no blocks yet makes it zero."""
-    tokens = min(count * size for count, size in zip(blocks_per_group, block_tokens, strict=True))
-    return tokens // chunk_tokens
-
-
 def window_chunks(group: Group, chunk_tokens: int) -> int | None:
     """How many chunks before the end of a hit a group needs; None means all of them.
 
     A token attends to the window - 1 tokens before it, and a hit's last token may have to be computed again,
-    see plan_load. A recurrent state needs only the newest.
+    see loadable_tokens. A recurrent state needs only the newest.
     """
     if group.kind == "recurrent":
         return 1
@@ -68,23 +61,8 @@ def needed_chunks(hit: int, window: int | None) -> range:
     return range(0 if window is None else max(0, hit - window), hit)
 
 
-class LoadSpan(NamedTuple):
-    """What one request takes from its hit.
-
-    tokens     0 ... first_chunk*chunk ... engine_hit ........ engine_hit + new_tokens
-               | given back  | loaded, not copied | loaded and copied            |
-    """
-
-    first_chunk: int  # chunks before this one are given back at once
-    stop_chunk: int
-    skip_tokens: int  # at the start of first_chunk: the engine has them, and they are never overwritten
-    new_tokens: int  # what the engine may count as computed
-
-
-def plan_load(
-    engine_hit: int, cache_hit: int, prompt_tokens: int, chunk_tokens: int, block_tokens: int
-) -> LoadSpan:
-    """Split a cache hit against what the engine already has.
+def loadable_tokens(engine_hit: int, cache_hit: int, prompt_tokens: int, block_tokens: int) -> int:
+    """What a request gains by its hit, beyond what the engine has.
 
     The last token of a prompt is computed in any case, for its answer. So a hit of the whole prompt is taken
     but for that token, and the last block, which it is written to, is loaded none the less. A hit that gains
@@ -92,16 +70,13 @@ def plan_load(
     state cannot go back by a token: who has one looks up (prompt_tokens - 1) // chunk_tokens chunks.
     """
     usable = min(cache_hit, prompt_tokens - 1)
-    if usable // block_tokens * block_tokens <= engine_hit:
-        return LoadSpan(0, 0, 0, 0)
-    first = engine_hit // chunk_tokens
-    return LoadSpan(first, -(-usable // chunk_tokens), engine_hit - first * chunk_tokens, usable - engine_hit)
+    return usable - engine_hit if usable // block_tokens * block_tokens > engine_hit else 0
 
 
-def store_start(cache_hit: int, chunk_tokens: int) -> int:
-    """The first chunk to store: where the cache's own hit ends, whatever the engine had.
+def loaded_chunks(engine_hit: int, new_tokens: int, chunk_tokens: int) -> range:
+    """The chunks of a hit that a request reads for these tokens; what is before and behind goes back at once.
 
-    Starting at the engine's hit would leave a gap for good when the cache has lost what the engine still has;
-    what the cache has beyond its hit costs nothing, since a reserve passes over it.
+    tokens   0 ....... first chunk ............. engine_hit ................ engine_hit + new_tokens
+             | given back | the engine has it: skipped | copied to its blocks |
     """
-    return cache_hit // chunk_tokens
+    return range(engine_hit // chunk_tokens, -(-(engine_hit + new_tokens) // chunk_tokens))

@@ -22,7 +22,7 @@ from vllm.v1.request import Request
 
 from kvcellar.client import AdminClient, Grant, SchedulerClient
 from kvcellar.errors import BadRequest, CellarError, StartupError
-from kvcellar.identity import SKIP, Namespace, block_range, plan_load
+from kvcellar.identity import SKIP, Namespace, block_range, loadable_tokens, loaded_chunks
 from kvcellar.vllm.adapters import Adapters
 from kvcellar.vllm.compat import derive_hash_seed, hash_block_tokens, warn_if_open, warn_if_untested
 from kvcellar.vllm.hashes import cover as hashes_cover
@@ -166,11 +166,11 @@ class SchedulerSide:
         assert tracked.grant is not None
         chunk = client.namespace.chunk_tokens
         alignment = max(group.block_tokens for group in client.namespace.groups)
-        span = plan_load(computed, tracked.grant.chunks * chunk, request.num_tokens, chunk, alignment)
-        if not span.new_tokens or not tracked.grant.lease:
+        gained = loadable_tokens(computed, tracked.grant.chunks * chunk, request.num_tokens, alignment)
+        if not gained or not tracked.grant.lease:
             return 0, False
         tracked.computed = computed
-        return span.new_tokens, True
+        return gained, True
 
     def _track(self, client: SchedulerClient, request: Request) -> Tracked:
         tracked = self._requests.get(request.request_id)
@@ -230,16 +230,17 @@ class SchedulerSide:
             return
         assert self._client is not None
         grant, chunk = tracked.grant, self._client.namespace.chunk_tokens
-        first, stop = tracked.computed // chunk, -(-(tracked.computed + external) // chunk)
-        self._client.release(grant.lease, 0, first)
-        self._client.release(grant.lease, stop, grant.chunks)
+        chunks = loaded_chunks(tracked.computed, external, chunk)
+        self._client.release(grant.lease, 0, chunks.start)
+        self._client.release(grant.lease, chunks.stop, grant.chunks)
         copies = [
-            self._load_copy(self._client, tracked, group, ids, range(first, stop))
+            self._load_copy(self._client, tracked, group, ids, chunks)
             for group, ids in enumerate(blocks.get_block_ids())
         ]
         tracked.loading = True
         self._loading[request.request_id] = grant.lease
-        self._loads.append(Job(next(self._ids), request.request_id, grant.lease, first, stop, copies))
+        job = Job(next(self._ids), request.request_id, grant.lease, chunks.start, chunks.stop, copies)
+        self._loads.append(job)
 
     def _load_copy(
         self, client: SchedulerClient, tracked: Tracked, group: int, ids: list[int], chunks: range
