@@ -47,6 +47,11 @@ NO_PLACE = 0xFFFF_FFFF
 Bytes = npt.NDArray[np.uint8]
 
 
+def whole_pages(size: int) -> int:
+    """The bytes of the pages that so many bytes need."""
+    return -(-size // PAGE) * PAGE
+
+
 def place_of(rack: int, slot: int) -> Place:
     return Place(rack << SLOT_BITS | slot)
 
@@ -65,7 +70,7 @@ class SlabShape(NamedTuple):
 
     @property
     def header_bytes(self) -> int:
-        return -(-self.slots * OBJECT_HEADER.itemsize // PAGE) * PAGE
+        return whole_pages(self.slots * OBJECT_HEADER.itemsize)
 
     @property
     def file_bytes(self) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvcellar.errors import Corrupt
 from kvcellar.identity import ChunkKey, NamespaceId
-from kvcellar.slab import PAGE
+from kvcellar.slab import whole_pages
 
 FREE, WRITING, READY = 0, 1, 2
 
@@ -135,4 +135,4 @@ class StripeTable:
 
 def table_bytes(slots: int) -> int:
     """Whole pages: that is what the file takes, and what the limit counts."""
-    return -(-(_HEADER_BYTES + slots * _ENTRY_BYTES) // PAGE) * PAGE
+    return whole_pages(_HEADER_BYTES + slots * _ENTRY_BYTES)

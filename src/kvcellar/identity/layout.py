@@ -16,10 +16,7 @@ import numpy.typing as npt
 
 from kvcellar.errors import BadRequest
 from kvcellar.identity.namespace import Layer, Namespace
-from kvcellar.slab import NO_PLACE
-
-# Slots start on pages: what O_DIRECT and GPU copies want.
-SLOT_ALIGNMENT = 4096
+from kvcellar.slab import NO_PLACE, whole_pages
 
 # In a plan's block table: the chunk has this block, the engine neither gives nor takes it.
 SKIP = -1
@@ -37,7 +34,7 @@ class LayoutDesc(NamedTuple):
 
     @property
     def slot_bytes(self) -> int:
-        return _whole_slot(self.object_bytes)
+        return whole_pages(self.object_bytes)
 
     def layer_offsets(self) -> list[int]:
         """Where each layer's run of blocks starts inside the object."""
@@ -57,20 +54,16 @@ def layout_of(namespace: Namespace, shard: int, group: int) -> LayoutDesc:
 
 
 def slot_bytes(namespace: Namespace, group: int) -> tuple[int, ...]:
-    """By shard: the slots of one stripe."""
+    """By shard: the slots of one stripe. They start on pages: what O_DIRECT and GPU copies want."""
     if not 0 <= group < len(namespace.groups):
         raise BadRequest(f"no group {group} in this namespace")
     per_stage = namespace.parallel.shards_per_stage
-    return tuple(_whole_slot(size) for size in namespace.object_bytes[group] for _ in range(per_stage))
+    return tuple(whole_pages(size) for size in namespace.object_bytes[group] for _ in range(per_stage))
 
 
 def stripe_bytes(namespace: Namespace, group: int) -> int:
     """Memory that one chunk takes in one group, over all shards."""
     return sum(slot_bytes(namespace, group))
-
-
-def _whole_slot(object_bytes: int) -> int:
-    return -(-object_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 class CopyPlan(NamedTuple):

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcellar.errors import Corrupt
-from kvcellar.slab import MAX_SLOTS_PER_RACK, PAGE
+from kvcellar.slab import MAX_SLOTS_PER_RACK, PAGE, whole_pages
 from kvcellar.tiers.engine import Buffer
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class CrateShape(NamedTuple):
 
     @property
     def index_bytes(self) -> int:
-        return PAGE + -(-self.slots * _ENTRY_BYTES // PAGE) * PAGE
+        return PAGE + whole_pages(self.slots * _ENTRY_BYTES)
 
     @property
     def file_bytes(self) -> int:
@@ -128,14 +128,14 @@ class Crate:
 
     def write(self, slot: int, source: Buffer) -> None:
         """The bytes alone; `mark` makes them an object."""
-        at, left = slot * self.shape.slot_bytes, source.slot[: _whole_pages(source.size)]
+        at, left = slot * self.shape.slot_bytes, source.slot[: whole_pages(source.size)]
         while left:
             done = os.pwrite(self._fd, left, at)
             at, left = at + done, left[done:]
 
     def read(self, slot: int, target: Buffer) -> bool:
         """False if the file is shorter than it was made."""
-        at, left = slot * self.shape.slot_bytes, target.slot[: _whole_pages(target.size)]
+        at, left = slot * self.shape.slot_bytes, target.slot[: whole_pages(target.size)]
         while left:
             done = os.preadv(self._fd, [left], at)
             if not done:
@@ -226,10 +226,6 @@ def _open_data(path: Path) -> int:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
         return os.open(path, flags)
-
-
-def _whole_pages(size: int) -> int:
-    return -(-size // PAGE) * PAGE
 
 
 def _sum(size: int, header: bytes, name: bytes) -> int:

@@ -22,7 +22,7 @@ from kvcellar.config import parse_bytes
 from kvcellar.errors import ConfigError, Corrupt
 from kvcellar.identity import ChunkKey
 from kvcellar.ledger.stripe import Stripe
-from kvcellar.slab import PAGE, Place, place_of, rack_of, slot_of
+from kvcellar.slab import Place, place_of, rack_of, slot_of, whole_pages
 from kvcellar.tiers.books import Books, GiveUp, Grow
 from kvcellar.tiers.crate import BAD_SECTOR, MAX_NAME, Crate
 from kvcellar.tiers.engine import Buffer, EngineError, Usage
@@ -64,7 +64,7 @@ class DiskEngine:
         self._check_open()
         if digest in self._books.index:
             return  # here already, or somebody is on it
-        place = self._take(-(-source.size // PAGE) * PAGE)
+        place = self._take(whole_pages(source.size))
         slot, stripe = slot_of(place), Stripe(ChunkKey(digest), place)
         with self._lock:
             if digest in self._books.index:
