@@ -1,19 +1,14 @@
-"""The arena: the folder of shared memory that one server owns, within a hard limit of bytes.
+"""The arena: the racks of one server, in a folder of its own and within a hard limit of bytes.
 
-Plans racks, keeps account of their bytes, and finds those of an earlier server again. Two servers never share
-a folder (flock), and what is found there is believed only if boot, format, owner and sizes fit; the rest of
-what is named like ours is removed, and whatever else lies there is left alone. A folder that holds anything
-but no lock is refused: it is never guessed whose files they are. Knows nothing of leases.
+Plans racks, keeps account of their bytes, and finds those of an earlier server again. What is found is
+believed only if boot, format, owner and sizes fit; the rest of what is named like ours is removed. Whose the
+folder is, and what there is room for, is next door, in folder.py. Knows nothing of leases.
 
-    FOLDER/lock                          held while a server lives; says that the folder is ours
-    FOLDER/roster, roster.draft          the engines that a server knew, see server/members.py
     FOLDER/<namespace id>/namespace      the canonical encoding
     FOLDER/<namespace id>/g0-r3.table    stripe table of rack 3 of group 0
     FOLDER/<namespace id>/g0-r3-s1.slab  its slab for shard 1
 """
 
-import contextlib
-import fcntl
 import logging
 import os
 import re
@@ -22,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from kvcellar.arena.folder import check_space, lock_folder, namespace_folders
 from kvcellar.arena.rack import Rack, RackSpec
 from kvcellar.arena.table import Scan, StripeTable, TableId
 from kvcellar.errors import BadRequest, Corrupt, StartupError
-from kvcellar.folders import check_parent
 from kvcellar.identity import Namespace, NamespaceId, decode_namespace, slot_bytes
 from kvcellar.slab import MAX_RACKS, MAX_SLOTS_PER_RACK
 
@@ -34,9 +29,6 @@ log = logging.getLogger(__name__)
 # Racks start small, so that a young namespace is served at once, and double: a long-lived one has few.
 _FIRST_SHARE, _LARGEST_SHARE = 64, 16  # of the limit
 _FIRST_SLAB, _LARGEST_SLAB = 256 << 20, 1 << 30
-
-_LOCK = "lock"
-_FILES = (_LOCK, "roster", "roster.draft")
 
 
 class RackKey(NamedTuple):
@@ -61,9 +53,9 @@ class Arena:
         self.refused = 0  # racks of an earlier server that could not be believed
         self._boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         self._planned: set[RackKey] = set()
-        self._lock = _lock_folder(folder)
+        self._lock = lock_folder(folder)
         try:
-            _check_space(folder, limit)
+            check_space(folder, limit)
         except StartupError:
             os.close(self._lock)
             raise
@@ -145,7 +137,7 @@ class Arena:
     def adopt(self) -> Iterator[Adopted]:
         """Every believable rack of an earlier server. What cannot be believed is removed and counted."""
         too_large: list[int] = []
-        for folder in _namespace_folders(self.folder):
+        for folder in namespace_folders(self.folder):
             try:
                 namespace = decode_namespace((folder / "namespace").read_bytes())
                 if namespace.id.hex() != folder.name:
@@ -195,27 +187,6 @@ class Arena:
         os.close(self._lock)
 
 
-def remove_folder(folder: Path) -> int:
-    """Delete what a stopped server left in shared memory; returns the bytes freed."""
-    lock = _lock_folder(folder)
-    try:
-        freed = _left_bytes(folder)
-        for path in _namespace_folders(folder):
-            shutil.rmtree(path)
-        for name in _FILES:
-            (folder / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # somebody keeps files of his own there
-            folder.rmdir()
-    finally:
-        os.close(lock)
-    return freed
-
-
-def _namespace_folders(folder: Path) -> list[Path]:
-    found = (path for path in folder.iterdir() if re.fullmatch("[0-9a-f]{32}", path.name))
-    return sorted(path for path in found if path.is_dir() and not path.is_symlink())
-
-
 def _key(spec: RackSpec) -> RackKey:
     return RackKey(spec.table_id.namespace, spec.table_id.group, spec.table_id.rack)
 
@@ -236,85 +207,3 @@ def _remove_strays(folder: Path) -> None:
             _remove(path)
     if not tables:
         shutil.rmtree(folder)
-
-
-def _lock_folder(folder: Path) -> int:
-    """Make the folder ours, and alone ours."""
-    try:
-        folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        check_parent(folder.parent, "choose another --folder")
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if any(folder.iterdir()) and not (folder / _LOCK).exists():
-            raise StartupError(
-                f"{folder} holds files and none of KVCellar's; nothing was touched: "
-                "choose another with --folder"
-            )
-        status = folder.lstat()
-        if folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise StartupError(
-                f"{folder} must be a folder of uid {os.geteuid()}, mode 0700; remove it, or choose --folder"
-            )
-        fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise StartupError(f"cannot use {folder}: {error.strerror}; choose another with --folder") from None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_gone = os.fstat(fd).st_nlink == 0
-    except OSError:
-        owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(fd)
-        raise StartupError(
-            f"another server (pid {owner}) is using {folder}; stop it, or choose another --name or --folder"
-        ) from None
-    if is_gone:  # removed with all that was here, between our opening and locking it
-        os.close(fd)
-        return _lock_folder(folder)
-    try:
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    except OSError as error:
-        os.close(fd)
-        raise StartupError(
-            f"cannot use {folder}: {error.strerror}; free some of it, or choose another --folder"
-        ) from None
-    return fd
-
-
-def available_bytes(folder: Path) -> int:
-    """What a server in this folder could use: free on its file system, plus what an earlier server left
-    there.
-    """
-    existing = folder
-    try:
-        while not existing.exists():
-            existing = existing.parent
-        status = os.statvfs(existing)
-    except OSError as error:
-        raise StartupError(f"cannot use {folder}: {error.strerror}; choose another with --folder") from None
-    return status.f_bavail * status.f_frsize + _left_bytes(folder)
-
-
-def default_limit(folder: Path) -> int:
-    """Half of what is available. What an earlier server left stays within it, however much others took
-    meanwhile.
-    """
-    return max(available_bytes(folder) // 2, _left_bytes(folder))
-
-
-def _left_bytes(folder: Path) -> int:
-    """What an earlier server left."""
-    left = 0
-    with contextlib.suppress(OSError):
-        paths = [folder / name for name in _FILES]
-        paths += [path for found in _namespace_folders(folder) for path in found.rglob("*")]
-        left = sum(path.stat().st_blocks * 512 for path in paths if path.is_file())
-    return left
-
-
-def _check_space(folder: Path, limit: int) -> None:
-    available = available_bytes(folder)
-    if limit > available:
-        raise StartupError(
-            f"--memory {limit / 2**30:.2f}GiB does not fit: {folder} has {available / 2**30:.2f}GiB left. "
-            "Lower --memory, enlarge it (mount -o remount,size=... /dev/shm), or choose another --folder"
-        )
