@@ -10,11 +10,10 @@ import time
 from collections.abc import Sequence
 
 from kvcellar.errors import Corrupt
-from kvcellar.identity import ChunkKey, NamespaceId
 from kvcellar.ledger import Ledger, Shelf, Stripe
-from kvcellar.server.objects import Goods, Objects
+from kvcellar.server.objects import Objects
 from kvcellar.server.steward import Steward
-from kvcellar.server.wait import Wait
+from kvcellar.server.wait import At, Fetch, Wait
 from kvcellar.server.writeback import WriteBack
 from kvcellar.tiers.tier import Tier
 
@@ -22,9 +21,6 @@ log = logging.getLogger(__name__)
 
 # How many stripes are remembered that were brought up for one use only.
 _REMEMBERED = 1 << 16
-
-# Which stripe it is: namespace, group, key. Equal keys of two namespaces or groups are different things.
-At = tuple[NamespaceId, int, ChunkKey]
 
 
 class Promotion:
@@ -44,29 +40,6 @@ class Promotion:
         if len(self._seen) > self._size:
             del self._seen[next(iter(self._seen))]
         return False
-
-
-class Fetch:
-    def __init__(self, goods: Goods, group: int, key: ChunkKey, parent: ChunkKey | None) -> None:
-        self.goods = goods
-        self.group = group
-        self.key = key
-        self.parent = parent
-        self.waiting: set[Wait] = set()
-        self.give_up = 0.0  # when the last of all that ever waited does: on the monotonic clock
-        self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-    @property
-    def at(self) -> At:
-        return self.goods.namespace_id, self.group, self.key
-
-    @property
-    def is_here(self) -> bool:
-        return self.done.done() and self.done.result()
-
-    @property
-    def shelf(self) -> Shelf:
-        return self.goods.room.shelves[self.group]
 
 
 class Fetches:
