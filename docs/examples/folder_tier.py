@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvcellar.errors import EngineError, StartupError
-from kvcellar.tiers.engine import Buffer
+from kvcellar.errors import StartupError
+from kvcellar.tiers import Buffer, EngineError
 
 
 class FolderEngine:

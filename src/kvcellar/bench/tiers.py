@@ -36,8 +36,7 @@ from kvcellar.tiers.engine import Buffer, object_name
 from kvcellar.tiers.registry import parse_spec
 from kvcellar.tiers.seal import Seal
 from kvcellar.tiers.tier import Tier
-from kvcellar.transfer.checksum import digest_maker
-from kvcellar.transfer.slots import Stamp
+from kvcellar.transfer import Stamp, digest_maker
 
 MIB = 1 << 20
 SIZES = (4 * MIB, 32 * MIB)

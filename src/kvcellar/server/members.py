@@ -20,8 +20,8 @@ import msgspec
 from kvcellar.arena import RackKey
 from kvcellar.errors import RankTaken, Unavailable, WrongOwner
 from kvcellar.ledger import SCHEDULER, LeaseId, Ledger, Session
+from kvcellar.wire import Peer, Process, open_process
 from kvcellar.wire.messages import Hello, Message
-from kvcellar.wire.peer import Peer, Process, open_process
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Simulate: replay traces against the server's own eviction and write policies, without KV."""
 
-from kvcellar.ledger.policy import POLICIES
+from kvcellar.ledger import POLICIES
 from kvcellar.simulate.compare import Question, compare
 from kvcellar.simulate.plot import draw
 from kvcellar.simulate.table import simulate_table

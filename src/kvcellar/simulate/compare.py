@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvcellar.errors import BadRequest
-from kvcellar.ledger.policy import POLICIES
+from kvcellar.ledger import POLICIES
 from kvcellar.simulate.replay import Cellar, ceiling, replay
 from kvcellar.simulate.trace import Trace
 from kvcellar.tiers.admission import FILTERS, WriteEverything

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvcellar.identity import ChunkKey
-from kvcellar.ledger.policy import EvictionPolicy, SecondChance
-from kvcellar.ledger.shelf import Shelf
-from kvcellar.ledger.stripe import Stripe
+from kvcellar.ledger import EvictionPolicy, SecondChance, Shelf, Stripe
 from kvcellar.simulate.trace import Trace
 from kvcellar.slab import MAX_SLOTS_PER_RACK
 from kvcellar.tiers.admission import Event, WriteFilter

@@ -1,5 +1,8 @@
-"""Tiers: colder places that hold objects by name, behind the memory of the server."""
+"""Tiers: colder places that hold objects by name, behind the memory of the server.
 
-from kvcellar.tiers.engine import Buffer, Engine, EngineError, object_name
+Here is what whoever adds a storage engine needs (docs/tiers.md); the server takes the rest from its modules.
+"""
 
-__all__ = ["Buffer", "Engine", "EngineError", "object_name"]
+from kvcellar.tiers.engine import Buffer, Engine, EngineError
+
+__all__ = ["Buffer", "Engine", "EngineError"]

@@ -21,7 +21,7 @@ from urllib.parse import unquote
 from kvcellar.config import parse_bytes
 from kvcellar.errors import ConfigError, Corrupt
 from kvcellar.identity import ChunkKey
-from kvcellar.ledger.stripe import Stripe
+from kvcellar.ledger import Stripe
 from kvcellar.slab import Place, place_of, rack_of, slot_of, whole_pages
 from kvcellar.tiers.books import Books, GiveUp, Grow
 from kvcellar.tiers.crate import BAD_SECTOR, MAX_NAME, Crate

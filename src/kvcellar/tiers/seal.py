@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 from kvcellar.identity import ChunkKey, Namespace
 from kvcellar.tiers.engine import Buffer
-from kvcellar.transfer.checksum import digest_maker
-from kvcellar.transfer.slots import Stamp
+from kvcellar.transfer import Stamp, digest_maker
 
 
 class Seal:

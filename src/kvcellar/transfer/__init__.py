@@ -3,7 +3,7 @@
 from kvcellar.transfer.checksum import CHECKSUMS, Digest, digest_maker
 from kvcellar.transfer.host import HostTransfer
 from kvcellar.transfer.mover import HostMover, Mover, NoMover, Rows
-from kvcellar.transfer.slots import Slots, Stamp
+from kvcellar.transfer.slots import Stamp
 from kvcellar.transfer.steps import block_memory
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "Mover",
     "NoMover",
     "Rows",
-    "Slots",
     "Stamp",
     "block_memory",
     "digest_maker",
