@@ -58,6 +58,7 @@ class Ledger:
         self.published: Callable[[Room, int, list[Stripe]], None] | None = None
         # Told of stripes that were read, later chunks first: those not used since the eviction policy looked.
         self.used: Callable[[Room, int, list[Stripe]], None] | None = None
+        self.newest_lease = NO_LEASE  # a rank that joins has no share in any up to here
         self._lease_ids = numbers(epoch)
 
     # -- who is there ----------------------------------------------------------------------------------------
@@ -308,7 +309,7 @@ class Ledger:
         what, shares = ("stores", "write_shares") if writing else ("hits", "read_shares")
         session.counts[what] += 1
         session.counts[shares] += len(ranks)
-        lease_id = LeaseId(next(self._lease_ids))
+        lease_id = self.newest_lease = LeaseId(next(self._lease_ids))
         stripes = rows[0] if len(rows) == 1 else [stripe for row in rows for stripe in row]
         session.leases[lease_id] = Lease(lease_id, room, groups, chunks, stripes, ranks, writing=writing)
         return lease_id

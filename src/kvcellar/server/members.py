@@ -61,7 +61,6 @@ class Member:
 class Members:
     def __init__(self, ledger: Ledger, roster: Path, changed: Callable[[], None]) -> None:
         self.all: dict[tuple[str, int], Member] = {}
-        self.newest_lease = 0  # a rank that attaches now has no share in any up to here
         self._ledger = ledger
         self._roster = roster
         self._changed = changed  # somebody left or gave up a mapping

@@ -225,8 +225,8 @@ class Operations:
         self._ledger.set_pinned(NamespaceId(op.namespace), op.pinned)
         return m.Settled(0)
 
-    def _granted(self, grant: Grant, ticket: int = 0, outlook: Outlook = UNKNOWN) -> m.Granted:
-        self._members.newest_lease = max(self._members.newest_lease, grant.lease)
+    @staticmethod
+    def _granted(grant: Grant, ticket: int = 0, outlook: Outlook = UNKNOWN) -> m.Granted:
         lead_us, chunk_us = (min(int(seconds * 1e6), m.MAX_OUTLOOK_US) for seconds in outlook)
         places = pack_places(grant)
         return m.Granted(grant.lease, grant.chunks, places, grant.reason, ticket, lead_us, chunk_us)

@@ -207,7 +207,6 @@ class Prefetch:
             self._lines.pop(room, None)
         if self._members.is_reachable(wait.member) and not (wait.abandoned or wait.expected):
             granted = self._grant(wait) if wait.holds else _NOTHING
-            self._members.newest_lease = max(self._members.newest_lease, granted.lease)
             assert wait.member.link is not None
             places = pack_places(granted)
             wait.member.link.send(m.Brought(wait.ticket, granted.lease, granted.chunks, places))

@@ -208,7 +208,7 @@ class Server:
             raise Forbidden(f"uid {peer.uid} may not attach; start the server with --allow-uids {peer.uid}")
 
     def _attach(self, hello: m.Hello, connection: Connection) -> tuple[Caller, m.Welcome]:
-        newest = self._members.newest_lease
+        newest = self._ledger.newest_lease
         has_tiers = self._tiers is not None
         welcome = m.Welcome(m.PROTOCOL_VERSION, self._ledger.epoch, __version__, newest, has_tiers)
         if hello.role == "admin":
