@@ -3,6 +3,10 @@
 import itertools
 import os
 
+import pytest
+
+from kvcellar.client import WorkerClient
+from kvcellar.errors import Unavailable
 from kvcellar.slab import NO_PLACE, SlabShape, rack_of, slot_of
 
 
@@ -204,3 +208,15 @@ def test_a_prompt_longer_than_a_lookup_may_be_is_cut(server, engine):
     assert one.hit(70_000) == 4
     assert one.reserve(70_000, seed=1).chunks == 2048  # half of the memory: all that one engine may hold
     assert server.session().connected == [-1, 0]
+
+
+def test_a_rank_copies_nothing_on_the_word_of_what_was_granted_before_it_attached(server, engine):
+    """By attaching it gave up its share: somebody else may have the places by now."""
+    one = engine(ranks=[])
+    written = one.reserve(4)
+    one.workers[0] = WorkerClient(server.socket, "engine", 0, one.namespace)
+    one.ready()
+    with pytest.raises(Unavailable, match="earlier connection"):
+        one.write(written)
+    one.store(4)
+    assert one.hit(4) == 4
