@@ -22,25 +22,15 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvcellar.bench.machine import machine
+from kvcellar.bench.namespace import BLOCK_TOKENS, bench_namespace
 from kvcellar.errors import BadRequest, Corrupt, Unavailable
-from kvcellar.identity import (
-    BlockHash,
-    ChunkKey,
-    CopyPlan,
-    Group,
-    Layer,
-    LayoutDesc,
-    Namespace,
-    ParallelStrategy,
-    layout_of,
-    make_plan,
-)
+from kvcellar.identity import ChunkKey, CopyPlan, LayoutDesc, Namespace, layout_of, make_plan
 from kvcellar.slab import Bytes, Place, Slab, SlabShape, Slot
 from kvcellar.transfer import HostTransfer
 
 KIB, MIB = 1 << 10, 1 << 20
 
-BLOCKS_PER_CHUNK, BLOCK_TOKENS = 8, 16
+BLOCKS_PER_CHUNK = 8
 FRAGMENTS = (64 * KIB, 4 * KIB)
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 QUICK_SIZES = (MIB, 16 * MIB)
@@ -123,7 +113,7 @@ def _set_up(object_bytes: int, fragment_bytes: int, engine: Bytes, order: BlockO
     layers, rest = divmod(object_bytes, fragment_bytes * BLOCKS_PER_CHUNK)
     if rest or object_bytes % mmap.PAGESIZE or WORKING_SET % object_bytes:
         raise BadRequest(f"object size {object_bytes}, expected whole pages and a divisor of {WORKING_SET}")
-    namespace = _namespace(layers, fragment_bytes)
+    namespace = bench_namespace(layers, fragment_bytes, BLOCK_TOKENS * BLOCKS_PER_CHUNK)
     layout = layout_of(namespace, 0, 0)
     shape = SlabShape(WORKING_SET // object_bytes, object_bytes)
     keys = [ChunkKey(number.to_bytes(16, "little")) for number in range(shape.slots)]
@@ -201,22 +191,6 @@ def _engine_memory() -> Bytes:
     words = np.frombuffer(memory, np.uint64)
     words[:] = np.arange(len(words))
     return words.view(np.uint8)
-
-
-def _namespace(count: int, fragment_bytes: int) -> Namespace:
-    layers = tuple(Layer(f"layers.{number}", fragment_bytes) for number in range(count))
-    return Namespace(
-        engine="bench",
-        model="copy",
-        weights="none",
-        kv_dtype="uint8",
-        kv_layout="none",
-        groups=(Group(BLOCK_TOKENS, layers),),
-        parallel=ParallelStrategy(),
-        chunk_tokens=BLOCK_TOKENS * BLOCKS_PER_CHUNK,
-        block_hash=BlockHash("none", BLOCK_TOKENS, ""),
-        checksum="xxh3-64",
-    )
 
 
 def _geometry(order: BlockOrder) -> dict[str, Any]:

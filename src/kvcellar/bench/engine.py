@@ -12,15 +12,15 @@ from pathlib import Path
 from types import TracebackType
 
 from kvcellar.bench.child import must
+from kvcellar.bench.namespace import bench_namespace
 from kvcellar.client import Grant, SchedulerClient
 from kvcellar.client.link import Link, checked
 from kvcellar.errors import DeadlineExceeded
-from kvcellar.identity import BlockHash, ChunkKey, Group, Layer, Namespace, ParallelStrategy
+from kvcellar.identity import KEY_BYTES, ChunkKey
 from kvcellar.wire import messages as m
 
-CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
+CHUNK_TOKENS = 256
 BLOCK_BYTES = 256  # a chunk of them is one page, the smallest slot there is
-KEY_BYTES = 16
 _WAIT_S = 30.0  # no single answer may take longer
 
 _numbers = itertools.count()
@@ -28,7 +28,7 @@ _numbers = itertools.count()
 
 class Engine:
     def __init__(self, socket: Path, tp: int) -> None:
-        self.namespace = _namespace(tp)
+        self.namespace = bench_namespace(1, BLOCK_BYTES, CHUNK_TOKENS, tp=tp, checksum="none")
         self._session = f"bench-{os.getpid()}-{next(_numbers)}"
         self._scheduler = SchedulerClient(socket, self._session, self.namespace)
         must(self._scheduler.wait_connected(_WAIT_S), "no connection")
@@ -115,18 +115,3 @@ def _result(link: Link) -> m.Result:
             if isinstance(message, m.Reply):
                 return checked(message.results[0])
     raise DeadlineExceeded("no answer in time")
-
-
-def _namespace(tp: int) -> Namespace:
-    return Namespace(
-        engine="bench",
-        model="control",
-        weights="none",
-        kv_dtype="uint8",
-        kv_layout="none",
-        groups=(Group(BLOCK_TOKENS, (Layer("layers.0", BLOCK_BYTES),)),),
-        parallel=ParallelStrategy(tp=tp),
-        chunk_tokens=CHUNK_TOKENS,
-        block_hash=BlockHash("none", BLOCK_TOKENS, ""),
-        checksum="none",
-    )

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from kvcellar.bench.child import must
 from kvcellar.tiers.engine import Buffer
 from kvcellar.tiers.registry import parse_spec
 from kvcellar.tiers.remote import Address, addresses
@@ -160,5 +161,4 @@ def _mooncake(url: str, buffers: Sequence[Buffer]) -> _Client:
 
 
 def _must_be(wanted: int, code: int) -> None:
-    if code != wanted:
-        raise RuntimeError(f"the raw client failed: {code}")
+    must(code == wanted, f"the raw client answered {code}, not {wanted}")

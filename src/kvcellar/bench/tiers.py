@@ -26,9 +26,10 @@ from rich.table import Table
 from kvcellar.bench.child import must, running_server
 from kvcellar.bench.engine import CHUNK_TOKENS, Engine, fresh_keys
 from kvcellar.bench.machine import machine, summary
+from kvcellar.bench.namespace import BLOCK_TOKENS, bench_namespace
 from kvcellar.bench.raw import raw_clients
 from kvcellar.errors import StartupError
-from kvcellar.identity import BlockHash, ChunkKey, Group, Layer, Namespace, ParallelStrategy
+from kvcellar.identity import ChunkKey
 from kvcellar.slab import PAGE
 from kvcellar.tiers.crate import Crate, CrateShape
 from kvcellar.tiers.disk import DiskEngine
@@ -70,14 +71,13 @@ class _Set:
     """Objects of one size, with headers that tell the truth, in memory like a slab's."""
 
     def __init__(self, size: int, count: int) -> None:
-        self.namespace = _namespace(size)
+        self.namespace = bench_namespace(1, size * BLOCK_TOKENS // CHUNK_TOKENS, CHUNK_TOKENS)
         self.size = size
         self.keys = [ChunkKey(os.urandom(16)) for _ in range(count)]
         self.names = [object_name(self.namespace.id, key, 0, 0) for key in self.keys]
-        self._memory = [mmap.mmap(-1, PAGE + size) for _ in range(_AT_ONCE)]
         self.buffers = [
-            Buffer(memoryview(memory)[:64], memoryview(memory)[PAGE:], size, memoryview(memory))
-            for memory in self._memory
+            Buffer(memory[:64], memory[PAGE:], size, memory)
+            for memory in (memoryview(mmap.mmap(-1, PAGE + size)) for _ in range(_AT_ONCE))
         ]
         self.seal = Seal(self.namespace, 0, 0)
         random = np.random.default_rng(1).integers(0, 256, size, np.uint8)
@@ -160,24 +160,6 @@ def _raw_disk(folder: Path, goods: _Set, count: int) -> Generator[float, None, N
     finally:
         os.close(fd)
         path.unlink()
-
-
-def _namespace(size: int) -> Namespace:
-    """One whose objects have just this size."""
-    group = Group(16, (Layer("layer", size * 16 // CHUNK_TOKENS),))
-    hashing = BlockHash("sha256", 16, "00")
-    return Namespace(
-        engine="bench/1",
-        model="bench",
-        weights="none",
-        kv_dtype="bytes",
-        kv_layout="NHD",
-        groups=(group,),
-        parallel=ParallelStrategy(),
-        chunk_tokens=CHUNK_TOKENS,
-        block_hash=hashing,
-        checksum="xxh3-64",
-    )
 
 
 # -- lookups -------------------------------------------------------------------------------------------------
