@@ -6,10 +6,12 @@ obstore for S3, Mooncake's own client. For Redis also bare sockets, which are fa
 
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -18,11 +20,14 @@ from kvcellar.tiers.engine import Buffer
 from kvcellar.tiers.registry import parse_spec
 from kvcellar.tiers.remote import Address, addresses
 
+_PATIENCE_S = 30  # no single answer may take longer
+
 
 class _Client(NamedTuple):
     write: Callable[[str, memoryview], object]
     read: Callable[[str, memoryview], object]
     clean: Callable[[Sequence[str]], object]
+    close: Callable[[], object] = lambda: None
 
 
 def raw_clients(url: str, buffers: Sequence[Buffer], count: int) -> dict[str, Generator[float, None, None]]:
@@ -32,7 +37,8 @@ def raw_clients(url: str, buffers: Sequence[Buffer], count: int) -> dict[str, Ge
     scheme = urlsplit(url).scheme
     clients = {}
     if scheme.startswith("redis"):
-        clients = {"raw": _redis(url), "socket": _sockets(url)}
+        bare = _Sockets(url)
+        clients = {"raw": _redis(url), "socket": _Client(bare.write, bare.read, bare.clean, bare.close)}
     elif scheme == "s3":
         clients = {"raw": _s3(url)}
     elif scheme == "mooncake":
@@ -41,7 +47,7 @@ def raw_clients(url: str, buffers: Sequence[Buffer], count: int) -> dict[str, Ge
 
 
 def _measure(client: _Client, buffers: Sequence[Buffer], count: int) -> Generator[float, None, None]:
-    with ThreadPoolExecutor(len(buffers)) as threads:
+    with closing(client), ThreadPoolExecutor(len(buffers)) as threads:
         while True:
             names = [f"kvcellar-raw/{secrets.token_hex(16)}" for _ in range(count)]
             try:
@@ -86,47 +92,64 @@ def _redis(url: str) -> _Client:
     return _Client(client.set, read, lambda names: [client.delete(name) for name in names])
 
 
-def _sockets(url: str) -> _Client:
-    """Values are not divided."""
-    nodes = addresses(urlsplit(url).netloc, 6379)
-    cluster = _connect(url) if urlsplit(url).scheme.endswith("+cluster") else None
-    mine = threading.local()  # a connection to each node for each thread
+class _Sockets:
+    """A connection to each node for each thread. Values are not divided."""
 
-    def ask(name: str, head: bytes, value: memoryview | None = None) -> socket.socket:
-        node = cluster.get_node_from_key(name) if cluster is not None else None
-        place = Address(node.host, node.port) if node is not None else nodes[0]
-        known = mine.__dict__.setdefault("sockets", {})
-        if place not in known:
-            known[place] = socket.create_connection(place)
-            known[place].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection: socket.socket = known[place]
-        connection.sendall(head)
-        if value is not None:
-            connection.sendall(value)
-            connection.sendall(b"\r\n")
-        return connection
+    def __init__(self, url: str) -> None:
+        self._nodes = addresses(urlsplit(url).netloc, 6379)
+        self._cluster = _connect(url) if urlsplit(url).scheme.endswith("+cluster") else None
+        self._mine = threading.local()
+        self._open: list[socket.socket] = []
 
-    def write(name: str, source: memoryview) -> None:
+    def write(self, name: str, source: memoryview) -> None:
         key = name.encode()
         head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(key), key, len(source))
-        _must_be(5, len(ask(name, head, source).recv(5, socket.MSG_WAITALL)))
+        connection = self._ask(name, head)
+        connection.sendall(source)
+        connection.sendall(b"\r\n")
+        _must_be(len(b"+OK\r\n"), len(connection.recv(5, socket.MSG_WAITALL)))
 
-    def read(name: str, target: memoryview) -> None:
+    def read(self, name: str, target: memoryview) -> None:
         key = name.encode()
-        reply = ask(name, b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(key), key))
-        line = len(b"$%d\r\n" % len(target))
-        reply.recv(line, socket.MSG_WAITALL)
+        connection = self._ask(name, b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(key), key))
+        line = b"$%d\r\n" % len(target)
+        must(connection.recv(len(line), socket.MSG_WAITALL) == line, "the raw client did not get its value")
         done = 0
         while done < len(target):
-            done += reply.recv_into(target[done:])
-        reply.recv(2, socket.MSG_WAITALL)
+            count = connection.recv_into(target[done:])
+            must(count > 0, "the server hung up on the raw client")
+            done += count
+        connection.recv(2, socket.MSG_WAITALL)
 
-    def clean(names: Sequence[str]) -> None:
+    def clean(self, names: Sequence[str]) -> None:
         for name in names:
             key = name.encode()
-            ask(name, b"*2\r\n$3\r\nDEL\r\n$%d\r\n%s\r\n" % (len(key), key)).recv(4, socket.MSG_WAITALL)
+            connection = self._ask(name, b"*2\r\n$3\r\nDEL\r\n$%d\r\n%s\r\n" % (len(key), key))
+            connection.recv(4, socket.MSG_WAITALL)
 
-    return _Client(write, read, clean)
+    def close(self) -> None:
+        for connection in self._open:
+            connection.close()
+
+    def _ask(self, name: str, head: bytes) -> socket.socket:
+        node = self._cluster.get_node_from_key(name) if self._cluster is not None else None
+        place = Address(node.host, node.port) if node is not None else self._nodes[0]
+        known: dict[Address, socket.socket] = self._mine.__dict__.setdefault("sockets", {})
+        if place not in known:
+            known[place] = _connected(place)
+            self._open.append(known[place])
+        known[place].sendall(head)
+        return known[place]
+
+
+def _connected(place: Address) -> socket.socket:
+    """With the kernel's time-outs: Python's own would cost a system call each time."""
+    connection = socket.create_connection(place, _PATIENCE_S)
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for side in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, side, struct.pack("ll", _PATIENCE_S, 0))
+    return connection
 
 
 def _s3(url: str) -> _Client:
