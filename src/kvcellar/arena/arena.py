@@ -84,9 +84,8 @@ class Arena:
             return None
         table_id = TableId(self._boot, namespace.id, group, number)
         spec = RackSpec(self.folder / namespace.id.hex(), table_id, sizes, slots)
-        while (
-            spec.slots > 0 and self.used + spec.file_bytes > self.limit
-        ):  # headers and table take their share
+        # Headers and table take their share.
+        while spec.slots > 0 and self.used + spec.file_bytes > self.limit:
             spec = spec._replace(slots=spec.slots - max(1, spec.slots // 64))
         if spec.slots == 0:
             return None

@@ -27,6 +27,7 @@ MIN_CHUNK_TOKENS = 128
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 LayerBytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+Generation = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # another for each update of weights in place
 Kind = Literal["full", "sliding", "mla", "recurrent"]
 
 
@@ -74,9 +75,7 @@ class Namespace(_Record, frozen=True, dict=True):  # dict: room for what is work
     checksum: Name
     quantization: Name = ""
     draft_model: Name = ""
-    weights_generation: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = (
-        0  # bumped by in-place weight updates
-    )
+    weights_generation: Generation = 0
     tenant: Name = ""
 
     def __post_init__(self) -> None:
