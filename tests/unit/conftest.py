@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -34,6 +35,20 @@ def shm():
     root = Path(tempfile.mkdtemp(prefix="kvcellar-test-", dir="/dev/shm"))
     yield root
     shutil.rmtree(root)
+
+
+@pytest.fixture
+def tiny_tmpfs(shm):
+    """A tmpfs of 64 KiB."""
+    mounted = shm / "tiny"
+    mounted.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", mounted], capture_output=True
+    )
+    if done.returncode:
+        pytest.skip("cannot mount a tmpfs")
+    yield mounted
+    subprocess.run(["umount", "-l", mounted], check=True)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,20 +118,6 @@ def test_engine_can_go_on_reading_a_slab_that_was_removed(serve):
     arena.remove(RackKey(ONE.id, 0, 0))
     arena.removed(RackKey(ONE.id, 0, 0))
     assert set(slab.slot(0).tolist()) == {7}
-
-
-@pytest.fixture
-def tiny_tmpfs(shm):
-    """A tmpfs of 64 KiB."""
-    mounted = shm / "tiny"
-    mounted.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", mounted], capture_output=True
-    )
-    if done.returncode:
-        pytest.skip("cannot mount a tmpfs")
-    yield mounted
-    subprocess.run(["umount", "-l", mounted], check=True)
 
 
 def test_full_tmpfs_is_an_error_that_leaves_no_rack_behind_and_a_later_try_succeeds(serve, tiny_tmpfs):

@@ -18,20 +18,6 @@ ONE = namespace()
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
-@pytest.fixture
-def tiny_tmpfs(shm):
-    """A tmpfs of 64 KiB."""
-    mounted = shm / "tiny"
-    mounted.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", mounted], capture_output=True
-    )
-    if done.returncode:
-        pytest.skip("cannot mount a tmpfs")
-    yield mounted
-    subprocess.run(["umount", "-l", mounted], check=True)
-
-
 def test_second_server_on_the_folder_is_refused_with_the_pid_of_the_first(serve, folder):
     arena = serve()
     for attempt in (serve, lambda: remove_folder(folder)):
