@@ -135,13 +135,26 @@ def test_our_default_socket_is_believed_only_of_us_and_root(made_by_nobody):
         assert f"it is served by uid {NOBODY}" in said_as(us, FETCH, path)[1]
 
 
-@pytest.mark.parametrize("owner", [NOBODY, 0])
-def test_slabs_lie_where_nobody_else_can_replace_them(made_by_nobody, owner, tmp_path):
+@pytest.mark.parametrize(("owner", "mode"), [(NOBODY, 0o755), (NOBODY, 0o1777), (0, 0o777)])
+def test_slabs_lie_where_nobody_else_can_replace_them(made_by_nobody, owner, mode, tmp_path):
+    """The number of nobody is also that of a root without a name, who owns /dev/shm in a user namespace."""
     os.chown(made_by_nobody, owner, owner)
-    made_by_nobody.chmod(0o777 if owner == 0 else 0o755)
+    made_by_nobody.chmod(mode)
     said = refused("--socket", tmp_path / "s", "--folder", made_by_nobody / "slabs", "--memory", "1MiB")
     why = f"others can write to {made_by_nobody}; chmod go-w it, or "
     if owner:
         why = f"{made_by_nobody} belongs to uid {owner}, who could replace what is in it; "
     assert said == f"kvcellar: {why}choose another --folder\n"
     assert [*made_by_nobody.iterdir()] == []
+
+
+def test_slabs_lie_behind_no_link_that_somebody_else_can_make_anew(stopped_server, tmp_path):
+    """Where the kernel has no rule of its own for links in /tmp."""
+    link = tmp_path / "link"
+    link.symlink_to(stopped_server.folder, target_is_directory=True)
+    stopped_server.folder = link / "slabs"
+    stopped_server.start()
+    assert stopped_server.stop() == 0
+    os.chown(link, NOBODY, NOBODY, follow_symlinks=False)
+    said = refused(*stopped_server.where(), "--memory", "1MiB")
+    assert said.startswith(f"kvcellar: {link} belongs to uid {NOBODY}, who could replace what is in it; ")
