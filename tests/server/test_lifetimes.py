@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.client import WorkerClient
+from kvcellar.client import SchedulerClient, WorkerClient, scheduler
+from kvcellar.client.slabs import fetch_sketch
 from kvcellar.config import Settings
 from kvcellar.errors import Unavailable
 from kvcellar.ledger import Ledger
@@ -221,6 +222,28 @@ def test_a_worker_stays_until_its_leaving_was_heard(server, monkeypatch):
         worker.close()
         closed.set()
     assert gone_before == [False]
+
+
+def test_a_scheduler_that_is_closed_while_it_connects_leaves_all_the_same(server, monkeypatch):
+    """The server may be so slow that nobody waits for the end of that."""
+    coming, closed = threading.Event(), threading.Event()
+
+    def slow(path):
+        coming.set()
+        assert closed.wait(PATIENCE)
+        return fetch_sketch(path)
+
+    monkeypatch.setattr(scheduler, "fetch_sketch", slow)
+    client = SchedulerClient(server.socket, "here", ONE)
+    assert coming.wait(PATIENCE)
+    with monkeypatch.context() as impatient:
+        impatient.setattr(scheduler, "_CONNECT_S", 0.0)
+        client.close()
+    assert server.session("here")
+    closed.set()
+    client._thread.join(PATIENCE)
+    assert not client._thread.is_alive()
+    eventually(lambda: server.status().sessions == [])
 
 
 # -- strangers

@@ -250,8 +250,7 @@ class SchedulerClient:
         """Leave for good: all is given back but the shares of ranks that live on; those are theirs."""
         self._stopped.set()
         self._leave()
-        self._thread.join(2 * _CONNECT_S)
-        self._leave()  # it may just have connected once more
+        self._thread.join(2 * _CONNECT_S)  # it may just connect once more; then it leaves, however late
         if self._used is not None:
             self._used.close()  # the server hung up, and nobody has asked since
 
@@ -403,13 +402,14 @@ class SchedulerClient:
         while keep_trying(self.path, self._connect, self._stopped, told=told):
             told = ""
             self._watch()
+        self._leave()
 
     def _watch(self) -> None:
         """Until the connection is over, whoever notices first, the server's end, the caller or `close`; or
         until nobody has listened to it for long.
         """
         link = self._link
-        if link is None:
+        if link is None or self._stopped.is_set():
             return
         with contextlib.suppress(ValueError, OSError):  # closed already
             hang_up = select.poll()
