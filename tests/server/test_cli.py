@@ -1,6 +1,7 @@
 """The command line: what it shows, what it changes, and what it says when something is wrong."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -16,6 +17,7 @@ from kvcellar.cli import main as cli
 from kvcellar.config import HELP, load_settings
 from kvcellar.wire.report import StatusReport
 from tests.server.engine import NAMESPACES
+from tests.server.raw import hello
 from tests.support import namespace
 
 
@@ -73,7 +75,7 @@ def test_status_says_why_engines_of_one_model_do_not_share(server, engine, kvcel
     assert "tiny: 3 namespaces, which differ in parallel, tenant\n" in shown
 
 
-def test_status_shows_names_as_they_are(server, engine, kvcellar, monkeypatch):
+def test_status_shows_brackets_and_colons_as_they_are(server, engine, kvcellar, monkeypatch):
     for tenant in ("a", "b"):
         odd = namespace(checksum="xxh3-64", model="/models/[v1]/:cat:[/b]", tenant=tenant)
         monkeypatch.setitem(NAMESPACES, tenant, odd)
@@ -83,6 +85,32 @@ def test_status_shows_names_as_they_are(server, engine, kvcellar, monkeypatch):
     assert shown.count("  /models/[v1]/:cat:[/b], bfloat16\n") == 2
     assert "/models/[v1]/:cat:[/b]: 2 namespaces, which differ in tenant\n" in shown
     assert "\n  [red]b  test, " in shown
+
+
+CLEAR_SCREEN, CSI, BACKWARDS = "\x1b[2J", "\x9b", "\u202e"
+
+
+def test_a_terminal_obeys_no_name_that_an_engine_chose(server, raw, kvcellar):
+    client = raw(hello("worker", session=f"a\nb{CSI}", label=f"{BACKWARDS}c"))
+    client.register(namespace(checksum="xxh3-64", model=f"模型{CLEAR_SCREEN}"))
+    _, shown, _ = kvcellar("status", "--socket", server.socket)
+    assert r"  模型\x1b[2J, bfloat16" in shown
+    assert "\n  a\\nb\\x9b  \\u202ec, ranks 0; namespace " in shown
+    assert shown.replace("\n", "").isprintable()
+
+
+def test_where_a_name_has_no_letters_it_is_spelled(server, raw):
+    raw(hello("worker")).register(namespace(checksum="xxh3-64", model="模型"))
+    command = [sys.executable, "-m", "kvcellar", "status", "--socket", str(server.socket)]
+    latin = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=latin)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert r"  \u6a21\u578b, bfloat16" in ended.stdout
+
+
+def test_a_mistake_is_one_line_whatever_is_in_it(kvcellar):
+    _, _, said = kvcellar("status", "--socket", f"/nowhere/a\nb{CLEAR_SCREEN}")
+    assert said.startswith(r"kvcellar: no server on /nowhere/a\nb\x1b[2J: No such file or directory; ")
 
 
 def test_status_as_json_is_the_servers_report(server, engine, kvcellar):

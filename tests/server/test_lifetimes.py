@@ -68,15 +68,17 @@ def test_a_killed_worker_aborts_what_it_was_writing(server, engine, child):
 
 
 def test_an_engine_that_vanishes_leaves_nothing_behind(server, engine, child):
-    gone = child(session="gone", name="tp2")
+    name = "go\nne"  # and says nothing in the server's name
+    gone = child(session=name, name="tp2")
     gone.call("store", 4)
     gone.call("lookup", 4)
     gone.call("reserve", 8, seed=1)
-    assert server.session("gone").held_bytes == 12 * 8192
+    assert server.session(name).held_bytes == 12 * 8192
     gone.kill()
-    eventually(lambda: server.session("gone") is None)
+    eventually(lambda: server.session(name) is None)
     stripes, free, slots = books(server)
     assert (stripes, free) == (4, slots - 4)
+    assert r"rank 1 of session 'go\nne' is gone" in server.log.read_text()
 
 
 # -- processes that live and are silent

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.cli.doctor import examine
+from kvcellar.cli.doctor import Finding, examine, print_findings
 from kvcellar.tiers.disk import DiskEngine
 from tests.tiers.conformance import buffer, name_of
 from tests.tiers.liar import Liar
@@ -41,6 +41,11 @@ def test_a_tier_that_falls_silent_is_said_to_and_not_that_it_cannot_be_cleaned()
         liar.reply = lambda _: None
         (finding,) = examine([f"{liar.url}?timeout=1"])
         assert "did not answer in time" in finding.problem
+
+
+def test_what_a_store_says_moves_no_cursor(capsys):
+    print_findings([Finding("s3://bucket", "AccessDenied: \x1b[2Jgone\x9b")], as_json=False)
+    assert r"AccessDenied: \x1b[2Jgone\x9b" in capsys.readouterr().out
 
 
 def filled(folder: Path) -> dict[str, bytes]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from kvcellar.cli.plain import plain
 from kvcellar.errors import CellarError, EngineError
 from kvcellar.slab import PAGE
 from kvcellar.tiers.disk import DiskEngine, parse_disk
@@ -61,8 +62,8 @@ def print_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
 
 def _told(finding: Finding) -> str:
     if finding.problem:
-        return f"{finding.tier}\n     {finding.problem}"
-    return f"{finding.tier}: " + (
+        return f"{plain(finding.tier)}\n     {plain(finding.problem)}"
+    return f"{plain(finding.tier)}: " + (
         finding.note
         or f"opened in {finding.open_ms:.0f} ms, one question {finding.exist_ms * 1e3:,.0f} us, "
         f"{_SIZE >> 20} MiB objects: write {finding.write_gbps * 1e3:,.0f} MB/s, "

@@ -5,6 +5,7 @@ Imports are kept inside commands where they are heavy: `kvcellar serve` must be 
 
 import asyncio
 import contextlib
+import io
 import logging
 import re
 import sys
@@ -15,6 +16,7 @@ import typer
 
 from kvcellar import __version__
 from kvcellar.cli import bench
+from kvcellar.cli.plain import plain
 from kvcellar.cli.simulate import simulate, trace
 from kvcellar.config import HELP, load_settings
 from kvcellar.errors import BadRequest, CellarError, Disconnected, StartupError
@@ -238,6 +240,8 @@ def _find_namespace(report: StatusReport, text: str) -> bytes:
 
 
 def main() -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # it may be without the letters of a name
     try:
         app()
     except Disconnected as error:
@@ -253,5 +257,5 @@ def main() -> None:
 
 
 def _fail(why: str) -> NoReturn:
-    print(f"kvcellar: {why}", file=sys.stderr)
+    print(f"kvcellar: {plain(why)}", file=sys.stderr)
     sys.exit(2)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvcellar.cli.plain import plain
 from kvcellar.client import AdminClient
 from kvcellar.wire.report import NamespaceReport, SessionReport, StatusReport, TierReport
 
@@ -24,7 +25,7 @@ def print_status(report: StatusReport, *, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        print("\n".join(_lines(report)))
+        print("\n".join(map(plain, _lines(report))))
 
 
 def _lines(report: StatusReport) -> Iterator[str]:

@@ -137,7 +137,7 @@ class Members:
         self._changed()
 
     def _on_death(self, member: Member) -> None:
-        log.info("rank %d of session %s is gone", member.rank, member.session.name)
+        log.info("rank %d of session %r is gone", member.rank, member.session.name)
         link = member.link
         self.end(member)
         if link is not None:

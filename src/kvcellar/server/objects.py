@@ -71,7 +71,7 @@ class Objects:
             try:
                 self._goods[room] = Goods(room)
             except BadRequest as error:
-                log.warning("%s stays in memory, no tier can check it: %s", room.namespace.model, error)
+                log.warning("%r stays in memory, no tier can check it: %s", room.namespace.model, error)
                 self._goods[room] = None
         return self._goods[room]
 
