@@ -3,7 +3,7 @@
 import signal
 import threading
 
-from kvcellar.client import AdminClient, WorkerClient, scheduler, worker
+from kvcellar.client import AdminClient, WorkerClient, scheduler, slabs, worker
 from kvcellar.client.slabs import fetch_slab
 from tests.server.engine import NAMESPACES, PATIENCE, eventually
 from tests.support import keys
@@ -93,9 +93,11 @@ class Mapped:
 
     def __init__(self) -> None:
         self.slabs: list[object] = []
+        self.all = 0
 
     def mapped(self, slab: object) -> None:
         self.slabs.append(slab)
+        self.all += 1
 
     def unmapped(self, slab: object) -> None:
         self.slabs.remove(slab)
@@ -126,3 +128,32 @@ def test_a_slab_that_comes_when_the_engine_works_with_another_namespace_is_let_g
     eventually(lambda: len(mapped.slabs) >= known[NAMESPACES["other"].id.hex()])
     assert len(mapped.slabs) == len(late._slabs._slabs)
     late.close()
+
+
+def test_a_worker_that_is_closed_while_it_connects_lets_go_of_its_slabs_all_the_same(
+    server, engine, monkeypatch
+):
+    """The server may be so slow that nobody waits for the end of that."""
+    engine(session="first").store(1)
+    for module, name in ((slabs, "_FETCH_S"), (worker, "_SEND_S")):
+        monkeypatch.setattr(module, name, PATIENCE)
+    coming, closed = threading.Event(), threading.Event()
+
+    def slow(*asked):
+        coming.set()
+        assert closed.wait(PATIENCE)
+        return fetch_slab(*asked)
+
+    monkeypatch.setattr(worker, "fetch_slab", slow)
+    mapped = Mapped()
+    client = WorkerClient(server.socket, "late", 0, NAMESPACES["one"], watcher=mapped)
+    assert coming.wait(PATIENCE)
+    with monkeypatch.context() as impatient:
+        impatient.setattr(worker, "_CONNECT_S", 0.0)
+        impatient.setattr(worker, "_SEND_S", 0.0)
+        client.close()
+    closed.set()
+    client._thread.join(PATIENCE)
+    assert mapped.all
+    assert mapped.slabs == []
+    assert server.session("late") is None

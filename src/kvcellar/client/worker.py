@@ -149,7 +149,6 @@ class WorkerClient:
         self._wake()
         self._thread.join(_CONNECT_S + _SEND_S)
         if not self._thread.is_alive():
-            self._slabs.forget_earlier()
             os.close(self._wake_read)
             os.close(self._wake_write)
 
@@ -189,6 +188,7 @@ class WorkerClient:
                 log.debug("connection lost: %s", error)
             finally:
                 self._detach(link)
+        self._slabs.forget_earlier()  # here: whoever closes may not have waited for us
 
     def _connect(self) -> Link:
         with self._state:
