@@ -349,6 +349,15 @@ def test_output_that_goes_nowhere_is_one_line(server):
     assert (ended.returncode, ended.stderr) == (2, "kvcellar: cannot go on: No space left on device\n")
 
 
+def test_trouble_with_a_file_names_the_file(stopped_server):
+    roster = stopped_server.folder / "roster"
+    assert stopped_server.start().stop() == 0
+    roster.unlink()
+    roster.mkdir()
+    said = refused(*stopped_server.where(), "--memory", "1MiB")
+    assert said == f"kvcellar: cannot go on: Is a directory: {roster}\n"
+
+
 # -- places where no server can be
 
 

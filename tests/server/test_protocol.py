@@ -251,6 +251,23 @@ def test_sigterm_says_goodbye_and_closes(server, raw):
     assert not server.socket.exists()
 
 
+def test_a_server_whose_socket_cannot_be_removed_stops_in_order_all_the_same(stopped_server, engine):
+    server = stopped_server
+    place = server.socket.with_name("place")
+    server.socket = place / "s"
+    server.start(drain_seconds="60")
+    writer = engine()
+    grant = writer.reserve(3)
+    writer.write(grant)
+    server.socket.unlink()
+    place.rmdir()
+    place.touch()
+    server.signal(signal.SIGTERM)
+    eventually(lambda: writer.lookup(3).reason == "draining")
+    writer.commit(grant)
+    assert server.wait() == 0
+
+
 def test_a_write_under_way_may_be_finished_while_draining(stopped_server, engine):
     server = stopped_server.start(drain_seconds="60")
     writer = engine()

@@ -251,7 +251,8 @@ def main() -> None:
     except OSError as error:  # the output goes nowhere: a full disk
         with contextlib.suppress(OSError):
             sys.stdout.close()
-        _fail(f"cannot go on: {error.strerror or error}")
+        what = f": {error.filename}" if error.filename else ""
+        _fail(f"cannot go on: {error.strerror or error}{what}")
     except KeyboardInterrupt:
         sys.exit(130)
 

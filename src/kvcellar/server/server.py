@@ -94,7 +94,7 @@ class Server:
         # 1. Nobody new: the socket goes first, so that a successor can take its place.
         accepting.cancel()
         listener.close()
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # the next one replaces it, or says what is in its way
             self._settings.socket_path.unlink()
         # 2. Nothing new: what is being written may be finished, within the deadline.
         await self._drain()
