@@ -156,6 +156,7 @@ def test_the_example_is_a_good_trace(tmp_path):
         ("{", "truncated"),
         ("\xff", "malformed"),
         ("[]", "Expected `object`"),
+        ('{"more": ' + "[" * 100_000, "recursion"),
         ('{"timestamp": 0, "input_length": 5}', "`hash_ids`"),
         ('{"timestamp": -1, "input_length": 5, "hash_ids": []}', "$.timestamp"),
         ('{"timestamp": 0, "input_length": "5", "hash_ids": []}', "$.input_length"),

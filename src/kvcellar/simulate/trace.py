@@ -76,7 +76,7 @@ def make_trace(name: str, requests: Iterable[Request], block_tokens: int) -> Tra
 def _parse(line: bytes, where: str, block_tokens: int) -> Request:
     try:
         request = msgspec.json.decode(line, type=Request)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"{where}: {error}; a line should read like {EXAMPLE}") from error
     full, some = divmod(request.input_length, block_tokens)
     if len(request.hash_ids) not in (full, full + bool(some)):
