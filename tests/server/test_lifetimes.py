@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.client import SchedulerClient, WorkerClient, scheduler
+from kvcellar.client import SchedulerClient, WorkerClient, backoff, scheduler
 from kvcellar.client.slabs import fetch_sketch
 from kvcellar.config import Settings
 from kvcellar.errors import Unavailable
@@ -249,6 +249,18 @@ def test_a_scheduler_that_is_closed_while_it_connects_leaves_all_the_same(server
 
 
 # -- strangers
+
+
+def test_two_engines_of_one_name_in_one_process_do_not_take_it_from_each_other_all_the_time(
+    server, engine, monkeypatch
+):
+    """The server cannot tell them from one that has lost its connection and comes back."""
+    monkeypatch.setattr(backoff, "_LONGEST_S", 3600.0)
+    first, second = engine(), engine()
+    eventually(lambda: not any(client.connected for client in (first.scheduler, first.workers[0])))
+    reasons = {second.lookup(1).reason for _ in range(2000)}
+    assert reasons == {""}
+    assert second.store(1).lease
 
 
 def test_a_worker_that_no_successor_would_know_of_is_not_let_in(server, raw):

@@ -1,8 +1,10 @@
 """How to keep trying to reach a server: again and again, ever more slowly, until told to stop."""
 
 import logging
+import math
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,10 +23,16 @@ def keep_trying(
     *,
     level: int = logging.WARNING,
     told: str = "",
+    made: float = -math.inf,
 ) -> bool:
     """Call `attempt` until it succeeds (True) or `stopped` is set (False). New trouble is logged once; `told`
     is not new.
+
+    `made`: when it last succeeded, on the monotonic clock. What did not last is not tried again at once: two
+    that take a name from each other would do nothing else.
     """
+    if time.monotonic() - made < _LONGEST_S:
+        stopped.wait(_LONGEST_S * random.uniform(0.5, 1.0))
     delay = _FIRST_S
     while not stopped.is_set():
         try:

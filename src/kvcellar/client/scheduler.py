@@ -13,6 +13,7 @@ rank.
 import contextlib
 import itertools
 import logging
+import math
 import select
 import socket
 import threading
@@ -399,8 +400,9 @@ class SchedulerClient:
         ] + kept
 
     def _keep_connected(self, told: str) -> None:
-        while keep_trying(self.path, self._connect, self._stopped, told=told):
-            told = ""
+        made = -math.inf
+        while keep_trying(self.path, self._connect, self._stopped, told=told, made=made):
+            told, made = "", time.monotonic()
             self._watch()
         self._leave()
 

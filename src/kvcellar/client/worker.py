@@ -11,6 +11,7 @@ attach again, since attaching says "I hold nothing", and nobody gets in with a l
 
 import contextlib
 import logging
+import math
 import os
 import select
 import threading
@@ -173,10 +174,12 @@ class WorkerClient:
 
     def _run(self) -> None:
         links: list[Link] = []
+        made = -math.inf
         # The scheduler side tells people of trouble, once for all ranks.
         while keep_trying(
-            self.path, lambda: links.append(self._connect()), self._stopped, level=logging.DEBUG
+            self.path, lambda: links.append(self._connect()), self._stopped, level=logging.DEBUG, made=made
         ):
+            made = time.monotonic()
             link = links.pop()
             try:
                 while not self._stopped.is_set():
