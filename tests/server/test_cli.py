@@ -1,5 +1,6 @@
 """The command line: what it shows, what it changes, and what it says when something is wrong."""
 
+import itertools
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import msgspec
@@ -15,6 +17,8 @@ import pytest
 from kvcellar import __version__
 from kvcellar.cli import main as cli
 from kvcellar.config import HELP, load_settings
+from kvcellar.wire import PREFIX, encode
+from kvcellar.wire import messages as m
 from kvcellar.wire.report import StatusReport
 from tests.server.engine import NAMESPACES
 from tests.server.raw import hello
@@ -338,6 +342,37 @@ def test_flags_win_over_variables_and_variables_over_the_file(monkeypatch, tmp_p
     settings = load_settings({"name": "flag"}, str(path))
     assert (settings.name, settings.memory, settings.hold_percent) == ("flag", 2 << 30, 10)
     assert (settings.allow_uids, settings.drain_seconds) == ((1, 2), 5.0)
+
+
+STRANGE = {
+    "no result": ["Reply", 1, []],
+    "the answer to something else": ["Reply", 1, [["Pong"]]],
+    "the report of another version": ["Reply", 1, [["Report", {"version": "9"}]]],
+}
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_a_server_that_answers_something_else_is_one_line(what, kvcellar, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvcellar.client.link._ids", itertools.repeat(1))
+    body = msgspec.msgpack.encode(STRANGE[what])
+
+    def serve():
+        client, _ = listener.accept()
+        with client:
+            client.recv(1 << 16)
+            client.sendall(encode(m.Welcome(m.PROTOCOL_VERSION, 1, "9")))
+            client.recv(1 << 16)
+            client.sendall(len(body).to_bytes(PREFIX, "little") + body)
+            client.recv(1 << 16)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        code, _, said = kvcellar("status", "--socket", tmp_path / "s")
+        thread.join()
+    assert (code, said[:10], said.count("\n")) == (2, "kvcellar: ", 1)
 
 
 def test_output_that_goes_nowhere_is_one_line(server):

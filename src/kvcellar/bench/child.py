@@ -93,7 +93,7 @@ def _wait_ready(process: subprocess.Popen[bytes], socket: Path, log: Path) -> No
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(Disconnected):
             link = Link.open(socket, hello, _START_S)
-            link.call(m.Ping(), _START_S)
+            link.call(m.Ping(), _START_S, m.Pong)
             link.close()
             return
         time.sleep(_POLL_S)

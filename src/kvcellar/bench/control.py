@@ -150,7 +150,7 @@ def _starts(starts: int, count: int) -> dict[str, Any]:
 
 def _pings(server: ServerProcess, count: int) -> list[float]:
     link = server.connect()
-    times = [_timed(lambda: link.call(m.Ping(), _WAIT_S)) for _ in range(count)]
+    times = [_timed(lambda: link.call(m.Ping(), _WAIT_S, m.Pong)) for _ in range(count)]
     link.close()
     return times
 

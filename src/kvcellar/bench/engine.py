@@ -99,7 +99,7 @@ class Engine:
 
     def _attach(self, socket: Path, rank: int) -> Link:
         link = Link.open(socket, m.Hello(m.PROTOCOL_VERSION, "worker", self._session, rank), _WAIT_S)
-        link.call(m.Register(self.namespace), _WAIT_S)
+        link.call(m.Register(self.namespace), _WAIT_S, m.Registered)
         return link
 
 

@@ -6,6 +6,7 @@ from types import TracebackType
 import msgspec
 
 from kvcellar.client.link import Link
+from kvcellar.errors import VersionMismatch
 from kvcellar.wire import messages as m
 from kvcellar.wire.report import StatusReport
 
@@ -26,18 +27,20 @@ class AdminClient:
         self._link.close()
 
     def ping(self) -> None:
-        self._link.call(m.Ping(), self._timeout)
+        self._link.call(m.Ping(), self._timeout, m.Pong)
 
     def status(self) -> StatusReport:
-        answer = self._link.call(m.Status(), self._timeout)
-        assert isinstance(answer, m.Report)
-        return msgspec.msgpack.decode(answer.status, type=StatusReport)
+        answer = self._link.call(m.Status(), self._timeout, m.Report)
+        try:
+            return msgspec.msgpack.decode(answer.status, type=StatusReport)
+        except msgspec.MsgspecError as error:
+            raise VersionMismatch(
+                f"the report is of another version ({error}); install the same kvcellar on both sides"
+            ) from None
 
     def clear(self, namespace: bytes | None = None) -> int:
         """Forget one namespace, or everything; returns how many stripes that were."""
-        answer = self._link.call(m.Clear(namespace), self._timeout)
-        assert isinstance(answer, m.Settled)
-        return answer.stripes
+        return self._link.call(m.Clear(namespace), self._timeout, m.Settled).stripes
 
     def pin(self, namespace: bytes, pinned: bool) -> None:
-        self._link.call(m.Pin(namespace, pinned), self._timeout)
+        self._link.call(m.Pin(namespace, pinned), self._timeout, m.Settled)

@@ -12,6 +12,7 @@ import select
 import socket
 import time
 from pathlib import Path
+from typing import TypeVar
 
 from kvcellar.client.dial import dial
 from kvcellar.errors import BadRequest, CellarError, DeadlineExceeded, Disconnected, from_code
@@ -23,6 +24,8 @@ from kvcellar.wire import messages as m
 _RECEIVE = 1 << 16
 
 _ids = itertools.count(1)
+
+_Wanted = TypeVar("_Wanted", bound=m.Message)
 
 
 class Link:
@@ -117,7 +120,7 @@ class Link:
             raise DeadlineExceeded("no answer in time")
         return messages[0]
 
-    def call(self, op: m.Operation, timeout: float) -> m.Result:
+    def call(self, op: m.Operation, timeout: float, wanted: type[_Wanted]) -> _Wanted:
         """One operation, one result. What else arrives meanwhile is kept for `receive`."""
         deadline = time.monotonic() + timeout
         request_id = self.send((op,), timeout)
@@ -133,7 +136,10 @@ class Link:
                 else:
                     beside.append(message)
         self._backlog = beside
-        return checked(result)
+        answer = checked(result)
+        if not isinstance(answer, wanted):
+            raise Disconnected(f"the server answered {type(answer).__name__} to {type(op).__name__}")
+        return answer
 
     @property
     def has_backlog(self) -> bool:

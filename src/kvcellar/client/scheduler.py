@@ -188,7 +188,7 @@ class SchedulerClient:
         with contextlib.suppress(Unavailable):  # it is registered when there is a server again
             link = self._current_link()
             try:
-                link.call(m.Register(namespace), timeout)
+                link.call(m.Register(namespace), timeout, m.Registered)
             except CellarError as error:
                 log.debug("connection lost: %s", error)
                 self._drop(link)
@@ -260,7 +260,7 @@ class SchedulerClient:
             link, self._link = self._link, None
         if link is not None:
             with contextlib.suppress(CellarError):
-                link.call(m.Leave(), _FLUSH_S)
+                link.call(m.Leave(), _FLUSH_S, m.Settled)
             _hang_up(link)
 
     # -- the connection ---------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ class SchedulerClient:
         while True:
             namespace = self.namespace
             try:
-                link.call(m.Register(namespace), _CONNECT_S)
+                link.call(m.Register(namespace), _CONNECT_S, m.Registered)
             except CellarError:
                 link.close()
                 raise

@@ -186,7 +186,7 @@ class WorkerClient:
                     self._serve(link)
                 # Until it is answered: a server that tells us of a rack meanwhile, and meets a closed
                 # connection, reads no further, and what we said last is lost.
-                link.call(m.Leave(), _SEND_S)
+                link.call(m.Leave(), _SEND_S, m.Settled)
             except CellarError as error:
                 log.debug("connection lost: %s", error)
             finally:
@@ -203,9 +203,7 @@ class WorkerClient:
         self._set_attaching(True)
         try:
             if namespace is not None:
-                answer = link.call(m.Register(namespace), _CONNECT_S)
-                assert isinstance(answer, m.Registered)
-                self._map_all(answer)
+                self._map_all(link.call(m.Register(namespace), _CONNECT_S, m.Registered))
         except CellarError:
             link.close()
             self._slabs.clear()

@@ -268,7 +268,7 @@ class Reply(Message, frozen=True):
     """The results of the request with this id, one per operation, in order."""
 
     id: int
-    results: tuple[Result, ...]
+    results: Annotated[tuple[Result, ...], Meta(min_length=1)]
 
 
 # -- events --------------------------------------------------------------------------------------------------
