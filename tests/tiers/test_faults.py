@@ -418,9 +418,9 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path, memory_folder, flags, sa
     assert "Traceback" not in done.stderr
 
 
-def test_lost_permission_is_survived_and_recovers(tmp_path):
-    """In a process that is not root: root may do anything."""
-    script = f"""
+def run_without_root(tmp_path: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, with a `folder` for a disk: root may do anything."""
+    start = f"""
         import os
         from pathlib import Path
         from kvcellar.errors import EngineError
@@ -434,6 +434,15 @@ def test_lost_permission_is_survived_and_recovers(tmp_path):
             os.setuid(65534)
         now = 0.0
         engine = DiskEngine(folder, 8 << 20, clock=lambda: now)
+    """
+    for parent in [tmp_path, *tmp_path.parents][:3]:
+        parent.chmod(0o755)
+    code = textwrap.dedent(start) + textwrap.dedent(script)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_lost_permission_is_survived_and_recovers(tmp_path):
+    script = """
         engine.write(name_of(1), buffer(5000, seed=1))
         folder.chmod(0o500)
         try:
@@ -448,9 +457,39 @@ def test_lost_permission_is_survived_and_recovers(tmp_path):
         assert engine.exist([name_of(1), name_of(2)]) == [True, True]
         print("recovered")
     """
-    for parent in [tmp_path, *tmp_path.parents][:3]:
-        parent.chmod(0o755)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60
-    )
+    done = run_without_root(tmp_path, script)
     assert done.stdout.splitlines() == [f"{tmp_path / 'disk'}: Permission denied", "recovered"], done.stderr
+
+
+def test_lost_permission_costs_no_crate_that_should_make_room(tmp_path):
+    """A file that cannot be removed is as good as before."""
+    script = """
+        names = [name_of(number) for number in range(1200)]
+        for number, name in enumerate(names):
+            engine.write(name, buffer(5000, seed=number))
+        known, files = engine.exist(names), len(os.listdir("/proc/self/fd"))
+        folder.chmod(0o500)
+        for number in range(2000, 2010):
+            now += 30.0
+            try:
+                engine.write(name_of(number), buffer(50_000, seed=number))
+            except EngineError as error:
+                print(error)
+        assert engine.exist(names) == known
+        assert len(os.listdir("/proc/self/fd")) == files
+        engine.check()
+        for number, name in enumerate(names):
+            read = buffer(5000)
+            assert engine.read(name, read) == known[number]
+            assert not known[number] or same(read, buffer(5000, seed=number))
+        folder.chmod(0o700)
+        now += 30.0
+        for number in range(2000, 2010):
+            engine.write(name_of(number), buffer(50_000, seed=number))
+        assert not engine.usage().trouble
+        engine.check()
+        print("recovered")
+    """
+    done = run_without_root(tmp_path, script)
+    refused = [f"{tmp_path / 'disk'}: Permission denied"] * 10
+    assert done.stdout.splitlines() == [*refused, "recovered"], done.stderr

@@ -26,6 +26,7 @@ class Disk:
         self.clock = Clock()
         self.books = Books(capacity, self.clock)
         self.refuses: dict[str, bool] = {}
+        self.keeps_files = False
         self.given_up = 0
         self._names = iter(keys(100_000))
 
@@ -39,7 +40,10 @@ class Disk:
                     self.books.grown(step)
             elif isinstance(step, GiveUp):
                 self.given_up += 1
-                self.books.removed(step)
+                if self.keeps_files:
+                    self.books.not_removed(step, "refused")
+                else:
+                    self.books.removed(step)
             else:
                 assert step is not None
                 stripe = Stripe(ChunkKey(next(self._names)), step)
@@ -96,6 +100,22 @@ def test_where_space_is_not_what_is_missing_nothing_goes(disk):
     disk.refuses = {}
     disk.clock.now += 5.0
     assert disk.try_writes(3, LARGE) == 3
+
+
+def test_a_crate_that_cannot_be_removed_holds_what_it_held(disk):
+    """Nor is the next one tried at once."""
+    held = {key: stripe.place for key, stripe in disk.books.index.items()}
+    disk.keeps_files = True
+    for tried in (1, 2):
+        assert disk.try_writes(50, LARGE) == 50, "in what was left"
+        assert disk.given_up == tried
+        assert held.items() <= {key: stripe.place for key, stripe in disk.books.index.items()}.items()
+        disk.books.check()
+        disk.clock.now += 5.0
+    disk.keeps_files = False
+    assert disk.try_writes(50, LARGE) == 50
+    assert disk.books.refusal == ""
+    disk.books.check()
 
 
 def test_a_file_system_that_gives_again_is_used_as_before(disk):

@@ -15,7 +15,7 @@ from kvcellar.errors import EngineError
 from kvcellar.identity import ChunkKey
 from kvcellar.ledger.policy import EvictionPolicy, SecondChance
 from kvcellar.ledger.stripe import Stripe
-from kvcellar.slab import MAX_RACKS, PAGE, Place, place_of, rack_of
+from kvcellar.slab import MAX_RACKS, PAGE, Place, place_of, rack_of, slot_of
 from kvcellar.tiers.crate import CrateShape, fit_shape
 
 # A crate is a 64th of the disk, so that a new size finds its share soon, within these bounds.
@@ -35,10 +35,11 @@ class Grow(NamedTuple):
 
 
 class GiveUp(NamedTuple):
-    """Remove this crate, then say `removed`; nothing in it is known any more."""
+    """Remove this crate, then say `removed` or `not_removed`; nothing in it is known any more."""
 
     number: int
     shape: CrateShape
+    held: list[Stripe]
 
 
 class SizeClass:
@@ -193,6 +194,15 @@ class Books:
         self.used -= step.shape.file_bytes
         self._retry_at = 0.0  # now there is space again, and somebody waits for it
 
+    def not_removed(self, step: GiveUp, why: str) -> None:
+        """It holds what it held. Nor will another one go for a while: the folder is the trouble."""
+        self._busy.discard(step.number)
+        self._retry_at = self._clock() + _RETRY_S
+        self.refusal, self._is_full = why, False
+        self._add(step.number, step.shape)
+        found = [stripe for stripe in step.held if self.found(stripe.key, stripe.place)]
+        self.scanned(step.number, {slot_of(stripe.place) for stripe in found})
+
     def check(self) -> None:
         """Do they balance? When nobody is reading, writing or scanning."""
         assert self.is_idle, "somebody is still using a slot"
@@ -271,7 +281,8 @@ class Books:
     def _give_up(self, number: int) -> GiveUp:
         shape = self._shapes[number]
         sizes = self._classes[shape.slot_bytes]
-        for stripe in [stripe for stripe in self.index.values() if rack_of(stripe.place) == number]:
+        held = [stripe for stripe in self.index.values() if rack_of(stripe.place) == number]
+        for stripe in held:
             self.drop(stripe)
         sizes.free = [place for place in sizes.free if rack_of(place) != number]
         sizes.crates.discard(number)
@@ -280,7 +291,7 @@ class Books:
             del self._classes[shape.slot_bytes]
         del self._shapes[number], self._left[number]
         self._busy.add(number)
-        return GiveUp(number, shape)
+        return GiveUp(number, shape, held)
 
     def _why_full(self, sizes: SizeClass) -> str:
         if self.scanning:

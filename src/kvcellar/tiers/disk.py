@@ -219,8 +219,12 @@ class DiskEngine:
             crate = self._crates.pop(step.number)
         try:
             crate.remove()
-        except OSError as error:  # its bytes go on counting
-            raise self._trouble(error) from None
+        except OSError as error:
+            log.warning("%s: crate %d cannot be removed: %s", self._folder.path, step.number, error.strerror)
+            with self._lock:
+                self._crates[step.number] = crate
+                self._books.not_removed(step, error.strerror or str(error))
+            return
         with self._lock:
             self._books.removed(step)
 
