@@ -156,3 +156,37 @@ def test_a_dead_disk_is_left_alone_before_much_of_it_is_forgotten(tmp_path, monk
     asyncio.run(ask())
     assert len(readable(engine, 50)) >= 45
     engine.close()
+
+
+def test_what_is_known_of_a_dead_disk_is_no_sign_that_it_is_back(tmp_path, monkeypatch):
+    """Every lookup asks what is there, and then reads it: for a minute, in vain."""
+    engine = DiskEngine(tmp_path, 2 * MIB)
+    names = [name_of(number) for number in range(100)]
+    for number, name in enumerate(names):
+        engine.write(name, buffer(5000, seed=number))
+    now = 0.0
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async def ask() -> None:
+        nonlocal now
+        tier = Tier("disk", lambda: engine, clock=lambda: now)
+        await tier.start(PATIENCE)
+        with monkeypatch.context() as patch:
+            patch.setattr(Crate, "read", fail)
+            for _ in range(60):
+                found = [name for name, there in zip(names, await tier.exist(names), strict=True) if there]
+                for name in found[:8]:
+                    assert not await tier.read(name, buffer(5000), lambda _: True)
+                now += 1.0
+        assert tier.state == ("down", f"{tmp_path}: Input/output error")
+        assert tier.stats.counts["misses"] == 0, "nobody knows"
+        now += 30.0
+        assert await tier.exist(names[99:]) == [True]
+        assert await tier.read(names[99], buffer(5000), lambda _: True)
+        assert tier.state == ("up", "")
+
+    asyncio.run(ask())
+    assert len(readable(engine, 100)) >= 85
+    engine.close()

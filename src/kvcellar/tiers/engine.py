@@ -58,7 +58,9 @@ class Engine(Protocol):
         """
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        """Which of them are there: in one round trip, where the engine can."""
+        """Which of them are there: in one round trip, where the engine can. One that asks nobody has
+        `knows_by_heart = True`: that it answers is no sign that reading works.
+        """
 
     def delete(self, names: Sequence[str]) -> None:
         """Names that are not there are no error."""

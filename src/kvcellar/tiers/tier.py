@@ -69,11 +69,17 @@ class _Call(Generic[T]):
         self.give_up = give_up
         self.error: str | None = None
         self.others_work = False  # it failed for the sake of this name alone
+        self.by_heart = False  # it works also where nothing else does
         self.is_trial = not breaker.is_closed  # whether an open breaker may close again
         self.made = False
         self.started = 0.0
         self.overdue = False
         self.future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+    @property
+    def says_nothing(self) -> bool:
+        """Of whether the engine works."""
+        return not self.made or self.others_work or (self.by_heart and self.error is None)
 
 
 class Tier:
@@ -140,6 +146,7 @@ class Tier:
         asked_at = self._clock()
 
         call = _Call(self._readable, lambda engine: engine.exist(names), nothing, give_up)
+        call.by_heart = getattr(self._engine, "knows_by_heart", False)
 
         def answered(_future: object) -> None:
             if call.made and call.error is None:  # how long it takes to fail says nothing of answers
@@ -155,12 +162,12 @@ class Tier:
         """Fill the target. False: not there, or not intact, and then the target holds rubbish. `is_intact` is
         called in a thread.
         """
-        found = "nothing"  # counted on the loop: += of several threads loses some
+        found = ""  # counted on the loop: += of several threads loses some
 
         def work(engine: Engine) -> bool:
             nonlocal found
-            found = "misses"
             if not engine.read(name, target):
+                found = "misses"
                 return False
             found = "hits" if is_intact(target) else "corrupt"
             if found == "corrupt":
@@ -173,7 +180,8 @@ class Tier:
 
         def answered(future: asyncio.Future[bool]) -> None:
             self.stats.reads.end(began, target.size if _is_good(future) else 0)
-            self.stats.counts[found] += found != "nothing"
+            if found:
+                self.stats.counts[found] += 1
 
         began = self.stats.reads.begin()
         future = self._ask(_Call(self._readable, work, failed=False, give_up=give_up), urgent=True)
@@ -319,19 +327,17 @@ class Tier:
         """When a thread is done with it, or none will begin."""
         del self._unfinished[call]
         if not call.made:
+            self.stats.counts["skipped"] += 1
+        if call.error is not None:
+            self.stats.counts["errors"] += 1
+        if call.says_nothing:
             if call.is_trial:
                 call.breaker.no_verdict()
-            self.stats.counts["skipped"] += 1
         elif call.error is None:
             if not call.breaker.is_closed:
                 log.warning("%s is back", self.label)
             call.breaker.success()
-        elif call.others_work:
-            self.stats.counts["errors"] += 1
-            if call.is_trial:
-                call.breaker.no_verdict()
         else:
-            self.stats.counts["errors"] += 1
             self._fail(call.breaker, call.error, at_once=self._engine is None)
         if not call.future.done():
             call.future.set_result(call.result)
