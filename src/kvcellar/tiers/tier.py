@@ -57,6 +57,10 @@ class Stats:
         self.latency_s = took if not self.latency_s else 0.8 * self.latency_s + 0.2 * took
 
 
+class _TooEarly(EngineError):
+    """Somebody is opening the engine: he will see how that goes."""
+
+
 class _Call(Generic[T]):
     """One question on its way through a thread."""
 
@@ -68,7 +72,7 @@ class _Call(Generic[T]):
         self.result = failed
         self.give_up = give_up
         self.error: str | None = None
-        self.others_work = False  # it failed for the sake of this name alone
+        self.is_excused = False  # it failed for the sake of this name alone, or came too early
         self.by_heart = False  # it works also where nothing else does
         self.is_trial = not breaker.is_closed  # whether an open breaker may close again
         self.made = False
@@ -79,7 +83,7 @@ class _Call(Generic[T]):
     @property
     def says_nothing(self) -> bool:
         """Of whether the engine works."""
-        return not self.made or self.others_work or (self.by_heart and self.error is None)
+        return not self.made or self.is_excused or (self.by_heart and self.error is None)
 
 
 class Tier:
@@ -292,12 +296,12 @@ class Tier:
             try:
                 call.result = call.work(self._get_engine())
             except EngineError as error:
-                call.error, call.others_work = str(error), isinstance(error, PartlyAway)
+                call.error, call.is_excused = str(error), isinstance(error, (PartlyAway, _TooEarly))
             except StartupError as error:  # that will be no better a moment later
-                call.error, call.others_work = str(error), False
+                call.error, call.is_excused = str(error), False
                 return
             except Exception as error:  # engines of others may break in any way
-                call.error, call.others_work = f"{type(error).__name__}: {error}", False
+                call.error, call.is_excused = f"{type(error).__name__}: {error}", False
                 log.exception("%s: the engine broke", self.label)
                 return
             else:
@@ -311,7 +315,7 @@ class Tier:
         if self._engine is not None:
             return self._engine
         if not self._opening.acquire(blocking=False):
-            raise EngineError("still being opened")  # perhaps by a call that hangs
+            raise _TooEarly("still being opened")  # perhaps by a call that hangs
         try:
             if self._engine is None:
                 self._engine = self._open_engine()
