@@ -218,10 +218,11 @@ def _open_data(path: Path) -> int:
         try:
             # Some file systems take the flag and refuse the first read.
             os.preadv(fd, [mmap.mmap(-1, PAGE)], 0)
-            return fd
-        except OSError:
-            os.close(fd)
-            raise
+        except OSError as error:
+            if error.errno not in BAD_SECTOR:  # that is the trouble of whoever lies there
+                os.close(fd)
+                raise
+        return fd
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise

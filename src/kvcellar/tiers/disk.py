@@ -51,10 +51,12 @@ class DiskEngine:
         try:
             self._books = Books(self._folder.check_size(capacity), clock)
             found = self._adopt()
-        except Exception:  # whoever tries again finds it as it was
+        except Exception as error:  # whoever tries again finds it as it was
             for crate in self._crates.values():
                 crate.close()
             self._folder.close()
+            if isinstance(error, OSError):
+                raise self._trouble(error) from None
             raise
         self._books.scanning = bool(found)
         threading.Thread(target=self._scan, args=(found,), name="kvcellar-disk-scan", daemon=True).start()
