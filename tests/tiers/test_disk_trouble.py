@@ -43,6 +43,7 @@ def test_an_index_that_cannot_be_read_somewhere_costs_the_slots_there(tmp_path, 
     for number in range(slots, slots + len(found)):
         again.write(name_of(number), buffer(4096, seed=number))
     assert {path.name for path in tmp_path.glob("crate-*")} == {"crate-0000.data", "crate-0000.index"}
+    again.check()
     again.close()
 
 

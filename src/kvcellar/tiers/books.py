@@ -7,7 +7,7 @@ for a moment. Not thread-safe: the engine holds its lock around every call.
     free --take--> in use, being written --publish--> ready --evict, drop--> free
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -23,8 +23,10 @@ _SHARE, _SMALLEST, _LARGEST = 64, 256 << 10, 4 << 30
 # After the file system refused to give more: it is asked again, but not at every write. Nor does more than
 # one crate go in that time to make room in it, or writes would empty the disk while others fill it.
 _RETRY_S = 5.0
-# Bad slots that are left unused: a 64th of each crate's.
-_LEAST_LEFT, _MOST_LEFT = 4, 64
+# How long a bad slot is left unused: what failed may have been the space behind it.
+_LEFT_S = 3600.0
+# When so many slots failed one after the other, a 64th of those of that size, it is the disk.
+_LEAST_FAILED, _MOST_FAILED = 4, 64
 
 
 class Grow(NamedTuple):
@@ -66,7 +68,8 @@ class Books:
         self._shapes: dict[int, CrateShape] = {}  # by number of crate
         self._busy: set[int] = set()  # numbers of crates that are being made or removed
         self._users: Counter[int] = Counter()  # by crate: slots being read or written
-        self._left: Counter[int] = Counter()  # by crate: slots that are not used, since they cannot be
+        self._left: deque[tuple[float, Place]] = deque()  # slots that are not used, and until when
+        self._failed = 0  # in a row
         self._written = 0
         self._retry_at = 0.0
         self._sacrifice_at = 0.0  # when another crate may go because the file system is full
@@ -99,15 +102,16 @@ class Books:
         self._classes[self._shapes[number].slot_bytes].free.append(place)
 
     def leave(self, place: Place) -> None:
-        """A slot that was taken and cannot be written: not used any more, as long as this server runs. Of a
-        crate only a few: then it is the disk that fails, and may come back.
+        """A slot that was taken and cannot be written: not used for a while. Nor are many without a success
+        between them: then it is the disk that fails, and the next would cost its object, too.
         """
-        number = rack_of(place)
-        if self._left[number] >= max(_LEAST_LEFT, self._shapes[number].slots // _MOST_LEFT):
+        sizes = self._class_of(place)
+        self._failed += 1
+        if self._failed > max(_LEAST_FAILED, sizes.file_bytes // sizes.slot_bytes // _MOST_FAILED):
             self.give(place)
             return
-        self._users[number] -= 1
-        self._left[number] += 1
+        self._users[rack_of(place)] -= 1
+        self._left.append((self._clock() + _LEFT_S, place))
 
     def publish(self, stripe: Stripe) -> None:
         stripe.ready = True
@@ -115,6 +119,10 @@ class Books:
         sizes.policy.admit(stripe)
         self._written += sizes.slot_bytes
         self._users[rack_of(stripe.place)] -= 1
+        self._failed = 0
+        if self._left and self._left[0][0] <= self._clock():  # one at a time, or they would fail in a row
+            _, place = self._left.popleft()
+            self._class_of(place).free.append(place)
 
     def drop(self, stripe: Stripe) -> None:
         """Nobody finds it any more. The slot is free at once, or with its last reader."""
@@ -166,8 +174,12 @@ class Books:
         self._class_of(place).policy.admit(stripe)
         return True
 
-    def scanned(self, number: int, kept: set[int]) -> None:
-        slots = (slot for slot in reversed(range(self._shapes[number].slots)) if slot not in kept)
+    def scanned(self, number: int, kept: set[int], unread: Iterable[int] = ()) -> None:
+        """Where an entry cannot be read, none will be written."""
+        until = self._clock() + _LEFT_S
+        self._left.extend((until, place_of(number, slot)) for slot in unread)
+        used = kept.union(unread)
+        slots = (slot for slot in reversed(range(self._shapes[number].slots)) if slot not in used)
         self._add_free(number, slots)
 
     def grown(self, step: Grow) -> None:
@@ -208,9 +220,10 @@ class Books:
         assert self.is_idle, "somebody is still using a slot"
         places = [stripe.place for stripe in self.index.values()]
         places += [place for sizes in self._classes.values() for place in sizes.free]
+        places += [place for _, place in self._left]
         assert len(set(places)) == len(places), "a slot in two hands"
         slots = sum(shape.slots for shape in self._shapes.values())
-        assert len(places) + self._left.total() == slots, "lost slots"
+        assert len(places) == slots, "lost slots"
         files = sum(shape.file_bytes for shape in self._shapes.values())
         assert PAGE + files == self.used <= self.capacity, "bytes miscounted"
 
@@ -289,7 +302,8 @@ class Books:
         sizes.file_bytes -= shape.file_bytes
         if not sizes.crates:
             del self._classes[shape.slot_bytes]
-        del self._shapes[number], self._left[number]
+        self._left = deque(one for one in self._left if rack_of(one[1]) != number)
+        del self._shapes[number]
         self._busy.add(number)
         return GiveUp(number, shape, held)
 

@@ -266,16 +266,17 @@ class DiskEngine:
             log.info("%s: %d objects found again in %.1f s", self._folder.path, count, took)
 
     def _scan_crate(self, crate: Crate) -> None:
-        kept = set()
+        kept: set[int] = set()
+        unread: set[int] = set()
         for slot, name in crate.scan():
             if name is None:
-                kept.add(slot)  # where an entry cannot be read, none will be written: the slot is not used
+                unread.add(slot)
                 continue
             with self._lock:
                 if self._books.found(ChunkKey(_digest(name)), place_of(crate.number, slot)):
                     kept.add(slot)
         with self._lock:
-            self._books.scanned(crate.number, kept)
+            self._books.scanned(crate.number, kept, unread)
 
     # -- trouble ----------------------------------------------------------------------------------------
 
