@@ -114,6 +114,16 @@ def test_where_space_is_not_what_is_missing_nothing_goes(disk):
     assert disk.try_writes(3, LARGE) == 3
 
 
+def test_while_one_crate_is_given_up_no_other_goes(disk):
+    """Several threads write at once, and one crate is room for all of them."""
+    while not isinstance(step := disk.books.take(LARGE), GiveUp):
+        if isinstance(step, Grow):  # of what is left
+            disk.books.grown(step)
+    assert disk.books.take(LARGE) is None
+    disk.books.removed(step)
+    assert isinstance(disk.books.take(LARGE), Grow)
+
+
 def test_a_crate_that_cannot_be_removed_holds_what_it_held(disk):
     """Nor is the next one tried at once."""
     held = {key: stripe.place for key, stripe in disk.books.index.items()}

@@ -42,6 +42,7 @@ class GiveUp(NamedTuple):
     number: int
     shape: CrateShape
     held: list[Stripe]
+    wanted: int  # the size that gets the room
 
 
 class SizeClass:
@@ -53,7 +54,7 @@ class SizeClass:
         self.free: list[Place] = []
         self.crates: set[int] = set()
         self.file_bytes = 0
-        self.growing = False  # somebody is making a crate
+        self.growing = False  # somebody is making a crate, or room for one
         self.used_at = 0  # what had been written in all when it was used last
 
 
@@ -204,11 +205,13 @@ class Books:
     def removed(self, step: GiveUp) -> None:
         self._busy.discard(step.number)
         self.used -= step.shape.file_bytes
+        self._sizes(step.wanted).growing = False
         self._retry_at = 0.0  # now there is space again, and somebody waits for it
 
     def not_removed(self, step: GiveUp, why: str) -> None:
         """It holds what it held. Nor will another one go for a while: the folder is the trouble."""
         self._busy.discard(step.number)
+        self._sizes(step.wanted).growing = False
         self._retry_at = self._clock() + _RETRY_S
         self.refusal, self._is_full = why, False
         self._add(step.number, step.shape)
@@ -273,7 +276,8 @@ class Books:
             if not self._is_full or self._clock() < self._sacrifice_at:
                 return None
             self._sacrifice_at = self._clock() + _RETRY_S
-        return self._give_up(victim)
+        sizes.growing = True
+        return self._give_up(victim, sizes.slot_bytes)
 
     def _victim(self, sizes: SizeClass) -> int | None:
         """A crate of another size that has more than its share, while this one has less than half; or of a
@@ -291,7 +295,7 @@ class Books:
                     return number
         return None
 
-    def _give_up(self, number: int) -> GiveUp:
+    def _give_up(self, number: int, wanted: int) -> GiveUp:
         shape = self._shapes[number]
         sizes = self._classes[shape.slot_bytes]
         held = [stripe for stripe in self.index.values() if rack_of(stripe.place) == number]
@@ -305,7 +309,7 @@ class Books:
         self._left = deque(one for one in self._left if rack_of(one[1]) != number)
         del self._shapes[number]
         self._busy.add(number)
-        return GiveUp(number, shape, held)
+        return GiveUp(number, shape, held, wanted)
 
     def _why_full(self, sizes: SizeClass) -> str:
         if self.scanning:

@@ -44,7 +44,7 @@ class DiskEngine:
         be opened now.
         """
         self._folder = Folder(folder)
-        self._lock = threading.Condition()  # guards the four below; told of when a crate was made
+        self._lock = threading.Condition()  # guards the four below; told of when a crate was made or removed
         self._crates: dict[int, Crate] = {}
         self._closed = False
         self._doubtful: set[bytes] = set()  # what could not be read once
@@ -228,9 +228,11 @@ class DiskEngine:
             with self._lock:
                 self._crates[step.number] = crate
                 self._books.not_removed(step, error.strerror or str(error))
+                self._lock.notify_all()
             return
         with self._lock:
             self._books.removed(step)
+            self._lock.notify_all()
 
     # -- what an earlier server left --------------------------------------------------------------------
 
