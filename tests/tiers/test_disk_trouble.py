@@ -10,7 +10,7 @@ import pytest
 
 from kvcellar.errors import StartupError
 from kvcellar.slab import PAGE
-from kvcellar.tiers.crate import Crate
+from kvcellar.tiers.crate import Crate, CrateShape
 from kvcellar.tiers.disk import DiskEngine
 from kvcellar.tiers.engine import EngineError
 from kvcellar.tiers.tier import Tier
@@ -215,3 +215,20 @@ def test_what_is_known_of_a_dead_disk_is_no_sign_that_it_is_back(tmp_path, monke
     asyncio.run(ask())
     assert len(readable(engine, 100)) >= 85
     engine.close()
+
+
+def test_a_crate_that_was_removed_is_gone_whatever_its_last_close_says(tmp_path, monkeypatch):
+    """A file system on the network tells of late trouble then, and the descriptor may be another file's."""
+    crate = Crate.create(tmp_path, 0, CrateShape(PAGE, 4))
+    used = len(list(Path("/proc/self/fd").iterdir()))
+    close = os.close
+
+    def close_with_late_trouble(fd: int) -> None:
+        close(fd)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close_with_late_trouble)
+        crate.remove()
+    assert not list(tmp_path.iterdir())
+    assert len(list(Path("/proc/self/fd").iterdir())) == used - 2

@@ -181,8 +181,9 @@ class Crate:
             time.sleep(0.0002)
 
     def close(self) -> None:
-        os.close(self._fd)
-        os.close(self._index)
+        for fd in (self._fd, self._index):
+            with contextlib.suppress(OSError):  # of late trouble with the disk; it is closed all the same
+                os.close(fd)
 
     def remove(self) -> None:
         remove_files(self._folder, self.number)
