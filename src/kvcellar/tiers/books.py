@@ -8,7 +8,7 @@ for a moment. Not thread-safe: the engine holds its lock around every call.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from kvcellar.errors import EngineError
@@ -175,7 +175,7 @@ class Books:
         self._class_of(place).policy.admit(stripe)
         return True
 
-    def scanned(self, number: int, kept: set[int], unread: Iterable[int] = ()) -> None:
+    def scanned(self, number: int, kept: set[int], unread: Collection[int] = ()) -> None:
         """Where an entry cannot be read, none will be written."""
         until = self._clock() + _LEFT_S
         self._left.extend((until, place_of(number, slot)) for slot in unread)
