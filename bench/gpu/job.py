@@ -19,7 +19,7 @@ from kvcellar.client import AdminClient
 # Seconds that a part may take, some three times of what it should.
 LIMITS = {
     "timeline": 120,
-    "tokens": 60,
+    "tokens": 150,
     "flip": 60,
     "first": 60,
     "second": 60,

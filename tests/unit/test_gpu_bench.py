@@ -8,11 +8,12 @@ import pytest
 
 from bench.gpu import interference, plot, rounds, ttft
 from bench.gpu.engine import Answer
+from bench.gpu.job import LIMITS
 from bench.gpu.prove import add, parts_in_turns, parts_of
 from bench.gpu.report import print_report
 from bench.gpu.scale import FULL
 from bench.gpu.shapes import CONFIGS, stored_bytes
-from bench.gpu.tokens import flip_everywhere, turned
+from bench.gpu.tokens import DRAWN, TOKENS, flip_everywhere, turned
 from bench.gpu.turns import in_turn, refuse_too_many
 from kvcellar.slab import HEADER_MAGIC, Slab, SlabShape
 
@@ -219,6 +220,11 @@ def test_one_bit_of_every_object_is_flipped_and_nothing_else(tmp_path):
     places = np.flatnonzero(changed) // 8 - shape.header_bytes
     assert (places // shape.slot_bytes).tolist() == used
     assert (places % shape.slot_bytes < 5000).all()
+
+
+def test_the_tokens_of_the_slowest_model_take_half_of_what_they_may():
+    forward_s, prompts = 0.117, 20  # Gemma's, and prove.py's
+    assert 2 * (DRAWN + 3) * prompts * TOKENS * forward_s < LIMITS["tokens"]
 
 
 def answer(tokens: list[int], gaps: list[float]) -> Answer:
