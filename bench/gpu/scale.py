@@ -152,12 +152,12 @@ SMALL = Scale(
     lengths=(512, 1024),
     chunk=128,
     long=1024,
-    loaded=1280,
+    loaded=2304,
     decoders=2,
     decode=2_000,
     rest_s=0.5,
     seconds={"alone": 0.2, "loads": 0.6, "stores": 0.5},
     # As on the GPU: room for less than two of the prompts that are loaded. Its blocks have 128 tokens.
-    in_turns={"llama8b": {"max_model_len": 2_560, "kv_cache_memory_bytes": 24 * 128 * 4096}},
+    in_turns={"llama8b": {"max_model_len": 2_560, "kv_cache_memory_bytes": 40 * 128 * 4096}},
     gpu=False,
 )
