@@ -13,13 +13,15 @@
     pair          two engines on one GPU share a cache; the server uses no GPU   kvcellar
 
 Those of all modes come first: their engines are on the GPU at once, and take turns. For the other parts every
-model and mode is a fresh engine, which goes through all of them. --out is added to: what it has of other
-models and modes stays. Exits with 1 if anything failed. --small tries all of it on a machine without a GPU,
-with vLLM for CPU: its figures mean nothing.
+model and mode is a fresh engine, which goes through all of them. --out is added to, after each round: what it
+has of other models and modes stays. Exits with 1 if anything failed. --small tries all of it on a machine
+without a GPU, with vLLM for CPU: its figures mean nothing.
 """
 
 import argparse
+import functools
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -30,12 +32,12 @@ from bench.gpu import turns
 from bench.gpu.children import Child, Site, cache_gib, site
 from bench.gpu.engine import MODES
 from bench.gpu.progress import say
-from bench.gpu.report import merge, print_report
+from bench.gpu.report import Entries, merge, print_report
 from bench.gpu.scale import FULL, SMALL, Scale
 from bench.gpu.shapes import CONFIGS
+from bench.gpu.turns import Found, Keep
 
 ORDER = ("timeline", "tokens", "flip")
-Found = dict[str, dict[str, Any]]  # by mode
 LEAST_S, END_S = 75.0, 15.0  # for an engine to be worth starting; for it to be stopped
 
 
@@ -49,11 +51,11 @@ def parts_in_turns(asked: list[str]) -> list[str]:
     return [part for part in turns.PARTS if part in asked]
 
 
-def run(scale: Scale, args: argparse.Namespace, model: str, what: str, left: float) -> Found:
+def run(scale: Scale, args: argparse.Namespace, model: str, what: str, left: float, keep: Keep) -> Found:
     """`what`: a part that takes turns, pair, or the mode of an engine for all other parts."""
     try:
         if what in turns.PARTS:
-            return run_turns(scale, args, model, what, left)
+            return run_turns(scale, args, model, what, left, keep)
         run_one = run_pair if what == "pair" else run_engine
         return {what: run_one(scale, args, model, what, min(args.limit, left))}
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -67,10 +69,12 @@ def failed(args: argparse.Namespace, what: str, why: str) -> Found:
     return {what: {"error": why}}
 
 
-def run_turns(scale: Scale, args: argparse.Namespace, model: str, part: str, left: float) -> Found:
+def run_turns(
+    scale: Scale, args: argparse.Namespace, model: str, part: str, left: float, keep: Keep
+) -> Found:
     say(f"{model}: {part} of {', '.join(args.modes)} in turns")
     about = turns.Run(scale, model, part, args.small, args.out, args.rounds, time.monotonic() + left)
-    return turns.measure(about, args.modes)
+    return turns.measure(about, args.modes, keep)
 
 
 def run_engine(scale: Scale, args: argparse.Namespace, model: str, mode: str, limit: float) -> dict[str, Any]:
@@ -129,11 +133,26 @@ def server_on_gpu(where: Site) -> dict[str, Any]:
     return {"server_pid": pid, "nvidia_smi": told.splitlines(), "server_gpu_files": files}
 
 
-def add(out: Path, entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """To what the file has."""
-    entries = merge(json.loads(out.read_text()) if out.exists() else [], entry)
-    out.write_text(json.dumps(entries, indent=1) + "\n")
+def add(out: Path, *found: dict[str, Any]) -> Entries:
+    """To what the file has, which is whole at any time."""
+    entries: Entries = json.loads(out.read_text()) if out.exists() else []
+    for entry in found:
+        entries = merge(entries, entry)
+    new = out.with_suffix(".new")
+    new.write_text(json.dumps(entries, indent=1) + "\n")
+    new.rename(out)
     return entries
+
+
+def add_modes(out: Path, model: str, begun: float, found: Found) -> Entries:
+    about = {"model": model, "took_s": time.monotonic() - begun}
+    return add(out, *(about | {"mode": mode} | its for mode, its in found.items()))
+
+
+def leave(*_: object) -> None:
+    """As whoever ends it expects, and with engines and servers: these have sessions of their own."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
 
 
 def main() -> None:
@@ -167,18 +186,17 @@ def main() -> None:
         (model, mode) for model in args.model for mode in args.modes if parts_of(args.parts, model, mode)
     ]
     todo += [(args.model[0], "pair")] if "pair" in args.parts else []
-    entries: list[dict[str, Any]] = []
+    entries: Entries = []
+    signal.signal(signal.SIGTERM, leave)
     started = time.monotonic()
     for model, what in todo:
         begun = time.monotonic()
+        keep = functools.partial(add_modes, args.out, model, begun)
         left = started + args.total - begun
         if left < LEAST_S:
-            found = failed(args, what, "not begun: no time left")
+            entries = keep(failed(args, what, "not begun: no time left"))
         else:
-            found = run(scale, args, model, what, left - END_S)
-        for mode, its in found.items():
-            about = {"model": model, "mode": mode, "took_s": time.monotonic() - begun}
-            entries = add(args.out, about | its)
+            entries = keep(run(scale, args, model, what, left - END_S, keep))
     sys.exit(0 if print_report(entries) else 1)
 
 

@@ -35,6 +35,8 @@ CLOSING_S = 30.0  # before the end: no round is begun
 _SHORT, _MORE = 10_000, {"ttft": 4, "cold": 24}
 
 _Any = TypeVar("_Any")
+Found = dict[str, dict[str, Any]]  # by mode
+Keep = Callable[[Found], Any]
 
 
 class Run(NamedTuple):
@@ -108,8 +110,8 @@ class Entrant:
             self._stack.close()
 
 
-def measure(run: Run, modes: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """By mode."""
+def measure(run: Run, modes: Sequence[str], keep: Keep) -> Found:
+    """`keep` gets what there is after each round: whoever is ended loses no more than one."""
     if run.scale.gpu:
         refuse_too_many(run.model, len(modes), run.scale.turns_bytes(run.model), _free_on_gpu())
     gib = _cache(run, [mode for mode in modes if mode in CACHES])
@@ -123,14 +125,14 @@ def measure(run: Run, modes: Sequence[str]) -> dict[str, dict[str, Any]]:
             entrant.tell("warm_up")
         _hear_all(entrants, WARM_UP_S)
         if run.part == "interference":
-            _take_turns_beside(run, entrants)
+            _take_turns_beside(run, entrants, keep)
         else:
-            _take_turns(run, entrants)
+            _take_turns(run, entrants, keep)
         if run.part == "ttft" and run.scale.gpu:
             rate = _bus_rate(entrants)
     finally:
         _together(entrants, Entrant.close)
-    return {entrant.mode: _found(entrant, entrants, rate) for entrant in entrants}
+    return _all(entrants, rate)
 
 
 def refuse_too_many(model: str, count: int, each: int, free: int) -> None:
@@ -189,7 +191,7 @@ def _no_time(run: Run, entrants: Sequence[Entrant], what: str) -> bool:
     return True
 
 
-def _take_turns_beside(run: Run, entrants: Sequence[Entrant]) -> None:
+def _take_turns_beside(run: Run, entrants: Sequence[Entrant], keep: Keep) -> None:
     for number in range(interference.ROUNDS):
         if _no_time(run, entrants, f"round {number + 1} of interference"):
             return
@@ -197,9 +199,10 @@ def _take_turns_beside(run: Run, entrants: Sequence[Entrant]) -> None:
             entrant.tell("interference", round=number)
             if found := entrant.hear(BESIDE_S):
                 entrant.beside += found["pairs"]
+        keep(_all(entrants))
 
 
-def _take_turns(run: Run, entrants: Sequence[Entrant]) -> None:
+def _take_turns(run: Run, entrants: Sequence[Entrant], keep: Keep) -> None:
     for tokens in run.scale.lengths:
         for number in range(run.rounds * (_MORE[run.part] if tokens < _SHORT else 1)):
             if _no_time(run, entrants, f"round {number + 1} of {tokens} tokens"):
@@ -208,6 +211,7 @@ def _take_turns(run: Run, entrants: Sequence[Entrant]) -> None:
                 entrant.tell(run.part, tokens=tokens)
                 if found := entrant.hear(ROUND_S):
                     entrant.rounds.setdefault(tokens, []).append(found)
+            keep(_all(entrants))
         say(f"{tokens} tokens: " + "; ".join(_line(entrant, tokens) for entrant in entrants))
 
 
@@ -226,6 +230,10 @@ def _bus_rate(entrants: Sequence[Entrant]) -> float | None:
         if found := entrant.hear(BUS_S):
             return float(found["bus_gbps"])
     return None
+
+
+def _all(entrants: Sequence[Entrant], rate: float | None = None) -> Found:
+    return {entrant.mode: _found(entrant, entrants, rate) for entrant in entrants}
 
 
 def _found(entrant: Entrant, entrants: Sequence[Entrant], rate: float | None) -> dict[str, Any]:

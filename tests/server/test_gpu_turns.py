@@ -5,6 +5,10 @@ come when they are asked for.
 """
 
 import itertools
+import json
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +16,7 @@ import pytest
 
 from bench.gpu import turns
 from bench.gpu.scale import SMALL
+from tests.server.engine import eventually
 
 WARM_UP = 7  # requests
 
@@ -105,12 +110,23 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.requests = folder / "requests"
+        self.requests, self.out = folder / "requests", folder / "run.json"
+        self.kept: list[dict[str, dict]] = []
 
     def measure(self, part: str = "ttft") -> dict[str, dict]:
         end, out = time.monotonic() + 300, self._folder / "o.json"
         run = turns.Run(SMALL, "llama8b", part, small=True, out=out, rounds=1, end=end)
-        return turns.measure(run, ["recompute", "kvcellar"])
+        return turns.measure(run, ["recompute", "kvcellar"], self._keep)
+
+    def _keep(self, found: dict[str, dict]) -> None:
+        """As a file would: what comes later changes nothing."""
+        self.kept.append(json.loads(json.dumps(found)))
+
+    def prove(self) -> subprocess.Popen[bytes]:
+        """The program itself, with no more than one length."""
+        command = [sys.executable, "-m", "bench.gpu.prove", "ttft", "--small", "--lengths", "512"]
+        command += ["--modes", "recompute", "kvcellar", "--out", str(self.out)]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def asked(self) -> list[tuple[str, int, str]]:
         """Since all are warmed up: mode, tokens, prompt."""
@@ -158,6 +174,24 @@ def test_long_prompts_have_fewer_rounds_and_are_not_passed_over(bench, monkeypat
         assert rounds == [(SMALL.lengths[0], 4), (SMALL.lengths[1], 1)]
 
 
+def test_a_program_that_is_told_to_end_takes_engines_and_servers_along_and_leaves_what_it_has(
+    bench, monkeypatch
+):
+    monkeypatch.setenv("FAULT", f"kvcellar hangs at {WARM_UP + 5}")
+    with bench.prove() as program:
+        hung = "kvcellar 512"
+        eventually(lambda: bench.requests.exists() and bench.requests.read_text().count(hung) == 5, 60)
+        memory = Path(f"/dev/shm/kvcellar-bench-{program.pid}")
+        assert memory.exists()
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(60) == 128 + signal.SIGTERM
+    assert not memory.exists()
+    rounds = {
+        entry["mode"]: len(entry["rows"][0]["times"]["cold"]) for entry in json.loads(bench.out.read_text())
+    }
+    assert rounds == {"recompute": 1, "kvcellar": 1}
+
+
 def test_every_round_goes_through_all_modes_with_the_same_prompt(bench):
     found = bench.measure()
     computed, loaded = (["recompute"] * 4, ["kvcellar"] * 4)
@@ -171,6 +205,8 @@ def test_every_round_goes_through_all_modes_with_the_same_prompt(bench):
         assert [(row["tokens"], len(row["times"]["cold"])) for row in its["rows"]] == [(512, 3), (1024, 3)]
         assert all("of_recompute" in row and "kept" in row for row in its["rows"])
         assert "errors" not in its
+    kept = [[len(row["times"]["cold"]) for row in its["kvcellar"]["rows"]] for its in bench.kept]
+    assert kept == [[1], [2], [3], [3, 1], [3, 2], [3, 3]]
 
 
 def test_interference_takes_turns_too(bench):
@@ -193,6 +229,7 @@ def test_interference_takes_turns_too(bench):
     assert loads["loaded"] == SMALL.loaded
     assert loads["preempted"] == 0
     assert not any("errors" in its for its in found.values())
+    assert [len(its["kvcellar"]["interference"]["pairs"]) for its in bench.kept] == [2, 4, 6, 10]
 
 
 def test_requests_that_do_not_decode_as_the_others_do_are_counted(bench, monkeypatch):
