@@ -3,8 +3,8 @@
 A host's speed drifts, to half within minutes: what is to be compared must be measured within seconds. So
 every round goes through all modes, in another order each time, with the same prompts; one is at work, the
 others are idle. A mode that fails or hangs is left out from then on, and the others go on. Each part has
-engines of its own. Of time to first token, long prompts come last: of them there is most to lose where time
-is short. Knows nothing of what a round is (interference.py, ttft.py).
+engines of its own. Time to first token goes through all lengths again and again: where time is short, all of
+them have fewer rounds. Knows nothing of what a round is (interference.py, ttft.py).
 """
 
 import contextlib
@@ -203,16 +203,18 @@ def _take_turns_beside(run: Run, entrants: Sequence[Entrant], keep: Keep) -> Non
 
 
 def _take_turns(run: Run, entrants: Sequence[Entrant], keep: Keep) -> None:
-    for tokens in run.scale.lengths:
-        for number in range(run.rounds * (_MORE[run.part] if tokens < _SHORT else 1)):
-            if _no_time(run, entrants, f"round {number + 1} of {tokens} tokens"):
-                return
-            for entrant in in_turn(entrants, number):
-                entrant.tell(run.part, tokens=tokens)
-                if found := entrant.hear(ROUND_S):
-                    entrant.rounds.setdefault(tokens, []).append(found)
-            keep(_all(entrants))
-        say(f"{tokens} tokens: " + "; ".join(_line(entrant, tokens) for entrant in entrants))
+    for again in range(run.rounds):
+        for tokens in run.scale.lengths:
+            more = _MORE[run.part] if tokens < _SHORT else 1
+            for number in range(again * more, (again + 1) * more):
+                if _no_time(run, entrants, f"round {number + 1} of {tokens} tokens"):
+                    return
+                for entrant in in_turn(entrants, number):
+                    entrant.tell(run.part, tokens=tokens)
+                    if found := entrant.hear(ROUND_S):
+                        entrant.rounds.setdefault(tokens, []).append(found)
+                keep(_all(entrants))
+            say(f"{tokens} tokens: " + "; ".join(_line(entrant, tokens) for entrant in entrants))
 
 
 def _line(entrant: Entrant, tokens: int) -> str:

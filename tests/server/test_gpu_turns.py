@@ -113,9 +113,9 @@ class Bench:
         self.requests, self.out = folder / "requests", folder / "run.json"
         self.kept: list[dict[str, dict]] = []
 
-    def measure(self, part: str = "ttft") -> dict[str, dict]:
+    def measure(self, part: str = "ttft", rounds: int = 1) -> dict[str, dict]:
         end, out = time.monotonic() + 300, self._folder / "o.json"
-        run = turns.Run(SMALL, "llama8b", part, small=True, out=out, rounds=1, end=end)
+        run = turns.Run(SMALL, "llama8b", part, small=True, out=out, rounds=rounds, end=end)
         return turns.measure(run, ["recompute", "kvcellar"], self._keep)
 
     def _keep(self, found: dict[str, dict]) -> None:
@@ -172,6 +172,15 @@ def test_long_prompts_have_fewer_rounds_and_are_not_passed_over(bench, monkeypat
     for its in bench.measure("cold").values():
         rounds = [(row["tokens"], len(row["times"]["cold"])) for row in its["cold"]]
         assert rounds == [(SMALL.lengths[0], 4), (SMALL.lengths[1], 1)]
+
+
+def test_all_lengths_come_again_and_again_so_that_none_is_lost_where_time_is_short(bench, monkeypatch):
+    short, long = SMALL.lengths
+    monkeypatch.setattr(turns, "_SHORT", long)
+    found = bench.measure("cold", rounds=2)
+    assert [tokens for _, tokens, _ in bench.asked()[::2]] == ([short] * 4 + [long]) * 2
+    for its in found.values():
+        assert [(row["tokens"], len(row["times"]["cold"])) for row in its["cold"]] == [(short, 8), (long, 2)]
 
 
 def test_a_program_that_is_told_to_end_takes_engines_and_servers_along_and_leaves_what_it_has(
