@@ -72,11 +72,8 @@ def _uids(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _tiers(text: str) -> tuple[str, ...]:
-    specs = tuple(text.split())
-    if not all("://" in spec for spec in specs):
-        raise ValueError("URLs such as disk:///var/cache/kv?size=200GiB, separated by spaces")
-    return specs
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
 
 def _level(text: str) -> str:
@@ -137,7 +134,7 @@ class Settings:
     tier: Annotated[
         tuple[str, ...],
         _Setting(
-            _tiers, "A further tier: redis://HOST:PORT, s3://BUCKET, ...; may be repeated, nearest first."
+            _words, "A further tier: redis://HOST:PORT, s3://BUCKET, ...; may be repeated, nearest first."
         ),
     ] = ()
     log_level: Annotated[str, _Setting(_level, "debug, info, warning or error.")] = "info"

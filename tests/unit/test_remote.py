@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcellar.config import load_settings
 from kvcellar.errors import ConfigError, EngineError
 from kvcellar.tiers.mooncake import open_mooncake
 from kvcellar.tiers.redis import open_redis
@@ -75,6 +76,14 @@ def test_a_label_holds_no_password_whatever_is_in_it(url, label):
 def test_a_password_in_a_url_is_refused_and_not_shown(url):
     with pytest.raises(ConfigError, match="it holds no user and password") as caught:
         parse_spec(url).open()
+    assert "tops" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mistyped", ["redis:/u:tops3cret@h", "redis:u:tops3cret@h", "u:tops3cret@h"])
+def test_a_password_in_what_is_no_url_is_not_shown_either(mistyped):
+    settings = load_settings({"tier": mistyped})
+    with pytest.raises(ConfigError, match="expected a URL such as") as caught:
+        parse_spec(*settings.tier)
     assert "tops" not in str(caught.value)
 
 
