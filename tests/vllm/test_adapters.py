@@ -20,13 +20,14 @@ KEYS = """
 import json, sys
 from pathlib import Path
 from types import SimpleNamespace
+from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 from kvcellar.vllm.adapters import Adapters
 from kvcellar.vllm.tracked import Tracked
 
-adapters = Adapters()
+adapters = Adapters(LoRAConfig())
 
-def keys(lora):
+def keys(lora, adapters=adapters):
     request = SimpleNamespace(block_hashes=[bytes([n]) * 32 for n in range(4)], num_preemptions=0)
     tracked = Tracked(request, 2, adapters.digest(lora))
     return [tracked.hashed_chunks(), [key.hex() for key in tracked.keys]]
@@ -34,10 +35,15 @@ def keys(lora):
 def of(name, number=1, **more):
     return keys(LoRARequest("same-name", number, str(folder / name), **more))
 
+def under(**settings):
+    return keys(LoRARequest("same-name", 1, str(folder / "one")), Adapters(LoRAConfig(**settings)))
+
 folder = Path(sys.argv[1])
 answer = {one.name: of(one.name) for one in folder.iterdir()}
 answer |= {"plain": keys(None), "missing": of("missing"), "in place": of("one", load_inplace=True)}
 answer["read otherwise"] = of("one", is_3d_lora_weight=True)
+answer["other modules"] = under(target_modules=["o_proj"])
+answer["as many as that"] = under(max_loras=3, max_lora_rank=64)
 # Of vLLM 0.26, where a request may say that the files are in another place.
 elsewhere = LoRARequest("same-name", 1, str(folder / "one"))
 about = {name: getattr(elsewhere, name) for name in elsewhere.__struct_fields__}
@@ -106,7 +112,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_keys_cover_the_bytes_of_an_adapter_that_vllm_reads(keys: dict[str, Any]) -> None:
     assert keys["plain"] == [2, ["01" * 16, "03" * 16]]
-    same, others = ("one", "copy", "trained"), ("plain", "other", "other config", "loaded again")
+    same = ("one", "copy", "trained", "as many as that")
+    others = ("plain", "other", "other config", "loaded again", "other modules")
     beside = ("bin beside", "pt beside", "embeddings", "read otherwise")
     assert len({keys[name][1][0] for name in same}) == 1
     assert len({keys[name][1][0] for name in ("one", *others, *beside)}) == 1 + len(others) + len(beside)
@@ -162,3 +169,9 @@ def test_tokens_with_adapters_of_one_name_and_path(stopped_server: ServerProcess
         assert certain.tokens == with_one.tokens
         assert all(certain.cached)
         assert second.round(prompts).tokens == plain.tokens
+    # Of the modules that this one applies adapters to, these have none: they do nothing.
+    lora["lora_target_modules"] = ["o_proj"]
+    with VllmEngine("gqa", tmp_path / "log 3", connector=connector, **lora) as third:
+        nothing = third.round(prompts, adapter=adapter)
+        assert nothing.tokens == plain.tokens
+        assert sum(nothing.cached) == 0, "KV of an adapter that was applied was loaded"

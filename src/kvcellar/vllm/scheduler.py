@@ -66,7 +66,7 @@ class SchedulerSide:
         self._loads: list[Job] = []
         self._loading: dict[str, int] = {}  # request id -> lease, until all ranks have answered
         self._ids = itertools.count(1)
-        self._adapters = Adapters()
+        self._adapters = Adapters(config.lora_config)
         self._patience = Patience(time.monotonic)
         self._greet(problem)
 

@@ -27,19 +27,41 @@ _SAME_KV = {
     "skip_mm_profiling",  # how much memory the engine expects to need
 }
 _FILE = "mm_encoder_fp8_scale_path"  # what is in it counts, not where it is
+# Settings of LoRA that do not decide what an adapter does. Any other does: which modules it is applied to.
+_SAME_ADAPTER = {
+    "default_mm_loras",  # which adapter a request has
+    "fully_sharded_loras",  # where it is computed
+    "max_cpu_loras",  # how many there may be, and how large; others are refused
+    "max_lora_cls_labels",
+    "max_lora_rank",
+    "max_loras",
+    "specialize_active_lora",  # by which kernels
+}
 
 
 def of_images(config: Any) -> dict[str, Any]:
     """What an engine makes of images and videos: vLLM 0.26 hashes only what a request says of that. `config`:
     vLLM's MultiModalConfig, None for a model that takes none.
     """
-    if config is None:
-        return {}
-    names = {field.name for field in dataclasses.fields(config)} - _SAME_KV
-    found = {name: getattr(config, name) for name in names}
+    found = _all_but(_SAME_KV, config)
     if file := found.get(_FILE):
         found[_FILE] = _contents(file)
     return found
+
+
+def of_adapters(config: Any) -> dict[str, Any]:
+    """What an engine makes of LoRA adapters. `config`: vLLM's LoRAConfig, None without any."""
+    return _all_but(_SAME_ADAPTER, config)
+
+
+def _all_but(names: set[str], config: Any) -> dict[str, Any]:
+    if config is None:
+        return {}
+    return {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in names
+    }
 
 
 @functools.cache  # the engine reads it once, too
