@@ -29,10 +29,17 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # kind, options
     "plain": ("gqa", {}, {}),
     "again": ("gqa", {"max_num_seqs": 4}, {}),
     "drawn": ("gqa", {"load_format": "dummy"}, {}),
+    "other code": (
+        "gqa",
+        {"model_class_overrides": {"LlamaForCausalLM": "tests.vllm.otherwise:Otherwise"}},
+        {},
+    ),
     "a file that is not ours": ("gqa", {}, {"unprivileged": True}),
     "the same with a revision": ("gqa", {"revision": "one"}, {"unprivileged": True}),
     "short rope": ("gqa", {"hf_overrides": LONG_ROPE, "max_model_len": 1024}, {}),
     "long rope": ("gqa", {"hf_overrides": LONG_ROPE, "max_model_len": 2048}, {}),
+    "mla": ("mla", {}, {}),
+    "mla, code of transformers": ("mla", {"model_impl": "transformers"}, {}),
     "window": ("sliding", {}, {}),
     "window, old vLLM": ("sliding", {}, {"old": True}),
     "no window, old vLLM": ("gqa", {}, {"old": True}),
@@ -70,12 +77,19 @@ def test_engines_that_differ_in_nothing_that_matters_share(engines: dict[str, di
     assert engines["plain"]["namespace"]
 
 
-@pytest.mark.parametrize(("one", "other"), [("plain", "drawn"), ("short rope", "long rope")])
+@pytest.mark.parametrize(
+    ("one", "other"), [("plain", "drawn"), ("plain", "other code"), ("short rope", "long rope")]
+)
 def test_engines_that_compute_something_else_do_not(
     one: str, other: str, engines: dict[str, dict[str, Any]]
 ) -> None:
     assert engines[one]["tokens"] != engines[other]["tokens"], "then it would not matter"
     assert len({engines[one]["namespace"], engines[other]["namespace"], ""}) == 3
+
+
+def test_engines_whose_bytes_are_in_another_order_do_not(engines: dict[str, dict[str, Any]]) -> None:
+    """Their layers have the same names and sizes."""
+    assert len({engines[name]["namespace"] for name in ("mla", "mla, code of transformers")} | {""}) == 3
 
 
 def test_vllm_that_would_compute_a_failed_load_in_a_wrong_way_has_no_cache_for_it(

@@ -94,12 +94,14 @@ def _weights(config: VllmConfig) -> str:
     """The configuration covers overrides and rope settings. Not which files or which commit of the model it
     is, nor that weights are drawn, come from elsewhere, or are quantized as they come; nor how long a prompt
     may be, which decides the rope (LongRoPE) or the attention (Llama 4) of some models; nor what the engine
-    makes of images.
+    makes of images; nor whose code computes the model: transformers' has the rotated part of MLA's keys in
+    another order than vLLM's.
     """
     model, load = config.model_config, config.load_config
     commit = _read_weights(config) or getattr(model.hf_config, "_commit_hash", None) or ""
     more = {"images": of_images(model.multimodal_config), "loader": load.model_loader_extra_config}
     more |= {"weights": model.model_weights, "quantization": model.quantization_config}
+    more |= {"code": [model.architecture, getattr(model, "model_class_overrides", {}), model.code_revision]}
     return (
         f"{model.revision or ''} {commit} {load.load_format} {model.dtype} up to {model.max_model_len} "
         f"tokens {digest(model.hf_config.to_dict())} {digest(more)}"
