@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm.engine import set_environment, take_stdout
-from tests.vllm.refusals import full_attention, make_config, make_layers, make_transfer
+from tests.vllm.refusals import full_attention, make_config, make_layers, make_transfer, name_of
 
 SCALES = "mm_encoder_fp8_scale_path"
 
@@ -121,18 +121,8 @@ def _changed(config: Any, name: str, value: Any) -> str:
 
 def _namespace(config: Any, images: Any) -> str:
     """Its id, or why there is none."""
-    from kvcellar.errors import BadRequest  # noqa: PLC0415 - imports numpy
-    from kvcellar.vllm.compat import derive_hash_seed  # noqa: PLC0415
-    from kvcellar.vllm.identity import block_bytes, make_namespace  # noqa: PLC0415
-    from kvcellar.vllm.metadata import TensorLayout  # noqa: PLC0415
-
     object.__setattr__(config.model_config, "multimodal_config", images)
-    layers = make_layers([full_attention()])
-    assert derive_hash_seed(config)
-    try:
-        return make_namespace(config, layers, [TensorLayout(block_bytes(layers))], 0, "").id.hex()
-    except BadRequest as error:
-        return str(error)
+    return name_of(config)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,17 @@
 with one thing changed. A program for vLLM's own interpreter; test_refusals.py runs it.
 
 Its arguments are the folder of a model, and one to write to. Answers with a line of JSON: by case, what is
-said; nothing of an engine that is supported. And whether a worker side knows that vLLM schedules ahead.
+said; nothing of an engine that is supported. And whether a worker side knows that vLLM schedules ahead, and
+the namespaces of models that have a name.
 """
 
 # mypy: disable-error-code="import-not-found"
 
 import dataclasses
 import json
+import os
+import pickle
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,12 +38,14 @@ def main() -> None:
     answers = take_stdout()
     model, folder = sys.argv[1], Path(sys.argv[2])
     set_environment(ranks=1)
+    os.environ["HF_HOME"] = str(folder / "home")
     said = (
         _of_layers(make_config(model))
         | _of_engines(model)
         | _of_memory(make_config(model), folder / "socket")
     )
     said |= _of_steps(model, folder / "socket")
+    said |= _of_names(model, folder / "home" / "hub" / "models--some--model")
     (folder / "config.json").write_text(json.dumps(BERT))
     bert = make_config(str(folder), runner="pooling", load_format="dummy", max_model_len=128)
     said["bert"] = _said(bert, [full_attention()])
@@ -97,6 +103,41 @@ def _of_engines(model: str) -> dict[str, str]:
         object.__setattr__(part, what, value)
         found[what] = _said(config, [full_attention()])
     return found
+
+
+def _of_names(model: str, cache: Path) -> dict[str, str]:
+    """Of a model from the hub, here from its cache: a name stands for one commit, and later for another."""
+    from vllm.config import ModelConfig  # noqa: PLC0415
+
+    found, config = {}, make_config(model)
+    (cache / "refs").mkdir(parents=True)
+    for case, commit in (("a commit", "1" * 40), ("another commit", "2" * 40)):
+        (cache / "snapshots" / commit).mkdir(parents=True)
+        shutil.copy(Path(model) / "config.json", cache / "snapshots" / commit)
+        (cache / "refs" / "main").write_text(commit)
+        named = ModelConfig(model="some/model", dtype="float32", skip_tokenizer_init=True)
+        object.__setattr__(config, "model_config", named)
+        found[case] = name_of(config)
+        found[f"{case}, in a rank"] = name_of(pickle.loads(pickle.dumps(config)))
+    for case, revision in (("no commit", None), ("a revision", "some")):
+        object.__setattr__(config.model_config, "revision", revision)
+        found[case] = name_of(config)
+    return found
+
+
+def name_of(config: Any) -> str:
+    """The id of its namespace, or why there is none."""
+    from kvcellar.errors import BadRequest  # noqa: PLC0415 - imports numpy
+    from kvcellar.vllm.compat import derive_hash_seed  # noqa: PLC0415
+    from kvcellar.vllm.identity import block_bytes, make_namespace  # noqa: PLC0415
+    from kvcellar.vllm.metadata import TensorLayout  # noqa: PLC0415
+
+    layers = make_layers([full_attention()])
+    assert derive_hash_seed(config)
+    try:
+        return make_namespace(config, layers, [TensorLayout(block_bytes(layers))], 0, "").id.hex()
+    except BadRequest as error:
+        return str(error)
 
 
 def _of_memory(config: Any, socket: Path) -> dict[str, str]:

@@ -20,6 +20,8 @@ REFUSED = {
     "enable_return_routed_experts": "enable_return_routed_experts is about tokens that are computed here",
     "padded pages": "layer layer 0: blocks of 2048 bytes in larger pages",
     "two tensors": "layer layer 0: its state is not one tensor",
+    "no commit": "nobody knows of which commit the weights of some/model are, say which they are with "
+    "--revision, and another one whenever they change",
     "bert": "vLLM does not support prefix caching for this model, or its way of pooling",
 }
 
@@ -76,3 +78,10 @@ def test_of_many_layers_in_one_group_each_is_looked_at(said: dict[str, str]) -> 
 @pytest.mark.parametrize("case", REFUSED)
 def test_engines_that_cannot_be_exact_are_refused(case: str, said: dict[str, str]) -> None:
     assert said[case] == REFUSED[case]
+
+
+def test_engines_that_got_other_commits_under_one_name_do_not_share(said: dict[str, str]) -> None:
+    ids = [said[case] for case in ("a commit", "another commit", "a revision")]
+    assert all(bytes.fromhex(name) for name in ids)
+    assert len(set(ids)) == 3
+    assert ids[:2] == [said["a commit, in a rank"], said["another commit, in a rank"]]

@@ -98,29 +98,34 @@ def _weights(config: VllmConfig) -> str:
     another order than vLLM's.
     """
     model, load = config.model_config, config.load_config
-    commit = _read_weights(config) or getattr(model.hf_config, "_commit_hash", None) or ""
+    read = _read_weights(config)
     more = {"images": of_images(model.multimodal_config), "loader": load.model_loader_extra_config}
     more |= {"weights": model.model_weights, "quantization": model.quantization_config}
     more |= {"code": [model.architecture, getattr(model, "model_class_overrides", {}), model.code_revision]}
     return (
-        f"{model.revision or ''} {commit} {load.load_format} {model.dtype} up to {model.max_model_len} "
+        f"{model.revision or ''} {read} {load.load_format} {model.dtype} up to {model.max_model_len} "
         f"tokens {digest(model.hf_config.to_dict())} {digest(more)}"
     )
 
 
 def _read_weights(config: VllmConfig) -> str:
+    """Samples of their files, or the commit of a model that has a name. Empty if the revision has to do."""
     model = config.model_config
     if config.load_config.load_format == "dummy":
         return ""
     try:
-        return weights_digest(model.model)
+        if read := weights_digest(model.model):
+            return read
+        problem = f"nobody knows of which commit the weights of {model.model} are"
     except OSError as error:
-        if model.revision:
-            return ""
-        raise Unsupported(
-            f"the weights in {model.model} cannot be read: {error.strerror}; if they come from elsewhere, "
-            "say which they are with --revision, and another one whenever they change"
-        ) from error
+        problem = (
+            f"the weights in {model.model} cannot be read: {error.strerror}; if they come from elsewhere"
+        )
+    # vLLM 0.32 knows the commit of what it got from the hub; before, transformers did, up to some version.
+    commit = getattr(model.revision, "resolved", None) or getattr(model.hf_config, "_commit_hash", None)
+    if commit or model.revision:
+        return str(commit or "")
+    raise Unsupported(f"{problem}, say which they are with --revision, and another one whenever they change")
 
 
 def _device() -> str:
