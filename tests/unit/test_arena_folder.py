@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.arena import available_bytes, remove_folder
+from kvcellar.arena import available_bytes, default_limit, remove_folder
 from kvcellar.errors import StartupError
 from tests.support import namespace
 from tests.unit.conftest import MIB, grow, kill
@@ -145,6 +145,11 @@ def test_memory_larger_than_the_file_system_is_refused_with_a_sentence(serve, ti
     ):
         serve(65 << 10, tiny_tmpfs)
     serve(32 << 10, tiny_tmpfs)  # the lock was let go
+
+
+def test_half_of_next_to_nothing_is_refused_with_a_sentence(tiny_tmpfs):
+    with pytest.raises(StartupError, match=r"has no room: 64 KiB are left\. Free some, or .*--folder"):
+        default_limit(tiny_tmpfs)
 
 
 def test_what_an_earlier_server_left_counts_as_available(serve, tiny_tmpfs):

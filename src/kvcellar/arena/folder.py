@@ -21,6 +21,8 @@ from kvcellar.folders import check_parent
 _LOCK = "lock"
 _FILES = (_LOCK, "roster", "roster.draft")
 
+_SMALLEST = 1 << 20  # as --memory has it
+
 
 def lock_folder(folder: Path) -> int:
     """Make the folder ours, and alone ours: as long as the descriptor is open that this returns."""
@@ -108,7 +110,13 @@ def default_limit(folder: Path) -> int:
     """Half of what is available. What an earlier server left stays within it, however much others took
     meanwhile.
     """
-    return max(available_bytes(folder) // 2, _left_bytes(folder))
+    limit = max(available_bytes(folder) // 2, _left_bytes(folder))
+    if limit < _SMALLEST:
+        raise StartupError(
+            f"{folder} has no room: {available_bytes(folder) >> 10} KiB are left. Free some, or choose "
+            "another --folder"
+        )
+    return limit
 
 
 def _left_bytes(folder: Path) -> int:
