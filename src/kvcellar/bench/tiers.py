@@ -6,6 +6,7 @@ with three of which one never answers. The index is that of a disk engine whose 
 """
 
 import asyncio
+import contextlib
 import itertools
 import mmap
 import os
@@ -101,18 +102,20 @@ async def _speed(url: str, size: int, total: int, rounds: int, folder: Path) -> 
     others = {"raw": _raw_disk(folder, goods, count)} if url.startswith("disk:") else {}
     others |= raw_clients(url, goods.buffers, count)
     figures = defaultdict[str, list[float]](list)
-    for _ in range(rounds):
-        await tier.delete(goods.names)
-        figures["write"].append(await _all(goods, lambda lane, n: _write(tier, goods, lane, n)))
-        figures["read"].append(await _all(goods, lambda lane, n: _read(tier, goods, lane, n)))
-        for other, kind in itertools.product(others, ("write", "read")):
-            figures[f"{other}_{kind}"].append(next(others[other]))
+    with contextlib.ExitStack() as cleaning:  # also after Ctrl-C, and before the folder goes
+        for one in others.values():
+            cleaning.callback(one.close)
+        for _ in range(rounds):
+            await tier.delete(goods.names)
+            figures["write"].append(await _all(goods, lambda lane, n: _write(tier, goods, lane, n)))
+            figures["read"].append(await _all(goods, lambda lane, n: _read(tier, goods, lane, n)))
+            for other, kind in itertools.product(others, ("write", "read")):
+                figures[f"{other}_{kind}"].append(next(others[other]))
     await tier.delete(goods.names)
     tier.close()
     result = {kind: round(statistics.median(rates), 2) for kind, rates in figures.items()}
     for other, kind in itertools.product(others, ("write", "read")):
         result[f"{kind}_of_{other}"] = round(result[kind] / result[f"{other}_{kind}"], 2)
-        others[other].close()
     return result
 
 
