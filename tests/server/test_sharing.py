@@ -8,6 +8,7 @@ import pytest
 from kvcellar.client import WorkerClient
 from kvcellar.errors import Unavailable
 from kvcellar.slab import NO_PLACE, SlabShape, rack_of, slot_of
+from tests.server.engine import eventually
 
 
 def test_a_process_reads_what_another_stored(server, child):
@@ -220,3 +221,12 @@ def test_a_rank_copies_nothing_on_the_word_of_what_was_granted_before_it_attache
         one.write(written)
     one.store(4)
     assert one.hit(4) == 4
+
+
+def test_what_an_engine_logs_of_its_server_names_us(server, engine, caplog):
+    one = engine()
+    server.kill()
+    eventually(lambda: any(text.startswith("KVCellar: no cache for now (") for text in caplog.messages))
+    server.start()
+    one.ready()
+    eventually(lambda: any(text.startswith("KVCellar: the cache is back (") for text in caplog.messages))

@@ -40,12 +40,12 @@ def keep_trying(
         except CellarError as error:
             if str(error) != told:
                 told = str(error)
-                log.log(level, "no cache for now (%s): %s", path, error)
+                log.log(level, "KVCellar: no cache for now (%s): %s", path, error)
             pause = _REJECTED_S if isinstance(error, Rejected) else delay * random.uniform(0.5, 1.0)
             stopped.wait(pause)
             delay = min(2 * delay, _LONGEST_S)
         else:
             if told:
-                log.log(level, "the cache is back (%s)", path)
+                log.log(level, "KVCellar: the cache is back (%s)", path)
             return True
     return False

@@ -260,7 +260,7 @@ class WorkerClient:
         elif isinstance(message, m.Reply):
             for result in message.results:
                 if isinstance(result, m.Failure):
-                    log.warning("the server refused: %s", result.message)
+                    log.warning("KVCellar: the server refused: %s", result.message)
                 elif isinstance(result, m.Registered):
                     self._map_all(result)
             with self._state:
