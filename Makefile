@@ -34,6 +34,7 @@ soak: $(READY) ## Two real vLLM engines for hundreds of requests; ARGS="..." is 
 
 # The calls that make the published figures are in docs/gpu.md, "Repeat it".
 gpu: ## On a GPU host that has vLLM: copies and real engines, checked; PYTHON=... picks vLLM's interpreter
+	@$(PYTHON) -c 'import torch, triton, cuda.bindings' 2>/dev/null || { echo "$(PYTHON) has no torch, Triton or cuda-bindings; PYTHON=... picks vLLM's interpreter"; exit 1; }
 	PYTHONPATH=src:.:$$PYTHONPATH $(PYTHON) -m bench.gpu.check
 	PYTHONPATH=src:.:$$PYTHONPATH $(PYTHON) -m bench.gpu.copy
 	PYTHONPATH=src:.:$$PYTHONPATH $(PYTHON) -m bench.gpu.beside

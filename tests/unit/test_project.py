@@ -130,3 +130,11 @@ def test_faces_show_what_others_use():
                 if isinstance(node, ast.Attribute):
                     faces[f"{module}.{name}"].discard(node.attr)
     assert {module: names for module, names in faces.items() if names} == {}
+
+
+def test_make_gpu_says_what_its_interpreter_lacks():
+    made = subprocess.run(
+        ["make", "gpu", "PYTHON=false"], cwd=PROJECT, capture_output=True, text=True, timeout=60
+    )
+    assert made.returncode != 0
+    assert "false has no torch, Triton or cuda-bindings; PYTHON=..." in made.stdout
