@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.config import HELP
+from kvcellar.config import HELP, load_settings
 from kvcellar.errors import BY_CODE
 from tools.protocol_table import SECTIONS, rows
 
@@ -29,6 +29,13 @@ def test_no_setting_is_documented_that_does_not_exist():
         r"^\| `--[a-z-]+` \| `\w+` \| `(\w+)` \|", (ROOT / "docs/operations.md").read_text(), re.M
     )
     assert sorted(documented) == sorted(HELP)
+
+
+def test_the_example_of_a_settings_file_is_one(tmp_path):
+    found = re.search(r"^```toml\n(.*?)^```", (ROOT / "docs/operations.md").read_text(), re.M | re.S)
+    assert found
+    (tmp_path / "kvcellar.toml").write_text(found[1])
+    assert load_settings({}, str(tmp_path / "kvcellar.toml")).allow_uids == (1000, 1001)
 
 
 def test_every_error_is_in_the_tree_that_opens_its_module():
