@@ -202,7 +202,8 @@ def test_the_beginning_of_an_id_will_do_if_it_is_one_namespaces(server, engine, 
 def test_a_namespace_that_is_none_is_refused(server, kvcellar):
     where = ["--socket", server.socket]
     for name, says in (
-        ("xyz", "'xyz' is no id of a namespace: hex digits, as `kvcellar status` shows them"),
+        ("xyz", "'xyz' is no id of a namespace: 4 to 32 hex digits, as `kvcellar status` shows them"),
+        ("bc9", "'bc9' is no id of a namespace: 4 to 32 hex digits, as `kvcellar status` shows them"),
         ("00" * 16, f"there is no namespace {'00' * 16}; `kvcellar status` lists them"),
     ):
         for command in (["clear", "--namespace", name], ["pin", name]):

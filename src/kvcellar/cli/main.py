@@ -230,7 +230,9 @@ def _is_there(folder: Path) -> bool:
 def _find_namespace(report: StatusReport, text: str) -> bytes:
     """By the beginning of its id."""
     if not re.fullmatch("[0-9a-fA-F]{4,32}", text):
-        raise BadRequest(f"{text!r} is no id of a namespace: hex digits, as `kvcellar status` shows them")
+        raise BadRequest(
+            f"{text!r} is no id of a namespace: 4 to 32 hex digits, as `kvcellar status` shows them"
+        )
     found = [one.id for one in report.namespaces if one.id.startswith(text.lower())]
     if not found:
         raise BadRequest(f"there is no namespace {text}; `kvcellar status` lists them")
