@@ -158,3 +158,26 @@ def test_slabs_lie_behind_no_link_that_somebody_else_can_make_anew(stopped_serve
     os.chown(link, NOBODY, NOBODY, follow_symlinks=False)
     said = refused(*stopped_server.where(), "--memory", "1MiB")
     assert said.startswith(f"kvcellar: {link} belongs to uid {NOBODY}, who could replace what is in it; ")
+
+
+IN_A_USER_NAMESPACE = """
+import ctypes, os, sys
+from pathlib import Path
+from kvcellar.folders import check_parent
+PR_SET_DUMPABLE, CLONE_NEWUSER = 4, 0x10000000
+os.setuid(4242)
+ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else it may not write its own map
+if ctypes.CDLL(None).unshare(CLONE_NEWUSER):
+    sys.exit(77)
+Path("/proc/self/uid_map").write_text("0 4242 1")
+assert Path("/dev/shm").stat().st_uid not in (0, os.geteuid())
+check_parent(Path("/dev/shm"), "")
+"""
+
+
+def test_where_root_has_no_name_slabs_may_lie_in_shared_memory():
+    command = [sys.executable, "-c", IN_A_USER_NAMESPACE]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    if ended.returncode == 77:
+        pytest.skip("the kernel gives no user namespace")
+    assert (ended.returncode, ended.stderr) == (0, "")
