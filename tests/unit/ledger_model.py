@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvcellar.identity import ChunkKey, Namespace, NamespaceId, ParallelStrategy
-from kvcellar.ledger import SCHEDULER, LeaseId
+from kvcellar.ledger import SCHEDULER, LeaseId, Stripe
 from tests.support import full_group, keys, namespace, window_group
 
 TP2 = namespace(parallel=ParallelStrategy(tp=2))
@@ -62,6 +62,14 @@ class Use(NamedTuple):  # one lease
     spoiled: set[Spot]
 
 
+class Hold(NamedTuple):
+    """The server's own: a pin, or a place that it fills."""
+
+    cell: Cell
+    spot: Spot
+    stripe: Stripe
+
+
 MEMBERS = [Member(name, rank) for name, ns in ENGINES.items() for rank in (SCHEDULER, *range(ns.parallel.tp))]
 
 
@@ -78,9 +86,12 @@ class Model:
         self.awaited: set[Member] = set()
         self.old: defaultdict[Member, set[Spot]] = defaultdict(set)
         self.guarded: set[Spot] = set()
+        self.pins: list[Hold] = []
+        self.fetches: list[Hold] = []
 
     def in_use(self) -> set[Spot]:
-        return {share.spot for use in self.uses.values() for share in use.shares}
+        shares = {share.spot for use in self.uses.values() for share in use.shares}
+        return shares | {hold.spot for hold in self.pins + self.fetches}
 
     def taken(self) -> set[Spot]:
         return self.in_use() | self.guarded | set(self.visible.values())
@@ -120,14 +131,18 @@ class Model:
 
     def _let_go(self, cell: Cell, spot: Spot, use: Use) -> None:
         if not use.writing:
-            if cell in self.temporary and self.visible.get(cell) == spot and spot not in self.in_use():
-                self.forget(cell)
+            self.unread(cell, spot)
         elif self.claimed.get(cell) == spot:
             del self.claimed[cell]
             if spot in use.spoiled:
                 self.forget(cell)
             else:
                 self.visible[cell] = spot
+
+    def unread(self, cell: Cell, spot: Spot) -> None:
+        """One reader less."""
+        if cell in self.temporary and self.visible.get(cell) == spot and spot not in self.in_use():
+            self.forget(cell)
 
     def forget(self, cell: Cell) -> None:
         self.visible.pop(cell, None)
@@ -147,7 +162,7 @@ class Model:
                 self.old[Member(use.engine, share.rank)].add(share.spot)
         self.ended += [(use.engine, lease) for lease, use in self.uses.items()]
         self.awaited |= self.members
-        for kept in (self.members, self.uses, self.temporary):
+        for kept in (self.members, self.uses, self.temporary, self.pins, self.fetches):
             kept.clear()
         for cell in list(self.claimed):
             self.forget(cell)

@@ -134,16 +134,23 @@ class LedgerMachine(RuleBasedStateMachine):
         return self._open(engine, granted, asked, writing=False)
 
     def _reserve(
-        self, engine: str, asked: list[ChunkKey], parent: ChunkKey | None, temporary: bool
+        self,
+        engine: str,
+        asked: list[ChunkKey],
+        parent: ChunkKey | None,
+        temporary: bool,
+        groups: Sequence[int] | None = None,
     ) -> LeaseId | None:
         ns = ENGINES[engine]
         lost = parent is not None and not self.model.here() >= set(findable(ns, parent))
-        granted = self.ledger.reserve(self.ledger.sessions[engine], ns.id, asked, parent, temporary=temporary)
+        session = self.ledger.sessions[engine]
+        granted = self.ledger.reserve(session, ns.id, asked, parent, groups, temporary=temporary)
         assert (granted.reason == "orphan") == lost
         self._note_evictions(ns)
         busy = self.model.taken().union(*self.model.old.values())
+        places = dict(zip(range(len(ns.groups)) if groups is None else groups, granted.places, strict=True))
         for (group, row), (chunk, key) in itertools.product(
-            enumerate(granted.places), enumerate(asked[: granted.chunks])
+            places.items(), enumerate(asked[: granted.chunks])
         ):
             cell, spot = Cell(ns.id, group, key), Spot(ns.id, group, row[chunk])
             here = cell in self.model.here()
@@ -151,7 +158,8 @@ class LedgerMachine(RuleBasedStateMachine):
             if not here:
                 assert spot not in busy, "granted for writing while somebody may touch it"
                 self._claim(cell, spot, temporary)
-        return self._open(engine, granted, asked, writing=True)
+        rows = [places.get(group, []) for group in range(len(ns.groups))]
+        return self._open(engine, granted._replace(places=rows), asked, writing=True)
 
     def _claim(self, cell: Cell, spot: Spot, temporary: bool) -> None:
         self.model.claimed[cell] = spot
@@ -203,6 +211,12 @@ class LedgerMachine(RuleBasedStateMachine):
         if engine := self.pick_engine(pick):
             parent = PROMPTS[prompt][first - 1] if first else None
             self._reserve(engine, PROMPTS[prompt][first : first + count], parent, temporary)
+
+    @rule(prompt=prompts, first=firsts, count=counts, groups=st.sampled_from([(0,), (1,), (1, 0)]))
+    def reserve_in(self, prompt: int, first: int, count: int, groups: tuple[int, ...]) -> None:
+        if Member("hybrid", SCHEDULER) in self.model.members:
+            parent = PROMPTS[prompt][first - 1] if first else None
+            self._reserve("hybrid", PROMPTS[prompt][first : first + count], parent, False, groups)
 
     @rule(pick=picks, prompt=prompts, count=counts)
     def store(self, pick: int, prompt: int, count: int) -> None:
