@@ -65,6 +65,14 @@ def test_a_change_as_large_as_the_distance_of_two_samples_is_seen(folder: Path) 
         assert digest(folder) != before
 
 
+def test_other_code_that_comes_with_them_is_another_model(folder: Path) -> None:
+    seen = {digest(folder)}
+    for code in ("", "a = 1", "a = 2"):
+        (folder / "modeling.py").write_text(code)
+        seen.add(digest(folder))
+    assert len(seen) == 4
+
+
 def test_one_file_is_a_model_too_and_a_name_is_none(folder: Path) -> None:
     assert digest(folder / "model-1.safetensors") not in ("", digest(folder / "model-2.safetensors"))
     assert digest(Path("some-owner/some-model")) == ""
@@ -73,5 +81,6 @@ def test_one_file_is_a_model_too_and_a_name_is_none(folder: Path) -> None:
 def test_a_folder_without_weights_is_not_taken_for_one(tmp_path: Path) -> None:
     """They come from elsewhere, and may be others tomorrow."""
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "modeling.py").write_text("")
     with pytest.raises(FileNotFoundError, match="no weights there"):
         digest(tmp_path)

@@ -1,4 +1,5 @@
-"""What the weights in a folder are, by samples of their bytes: other weights differ in nearly all of them.
+"""What the weights in a folder are, by samples of their bytes, in nearly all of which other weights differ;
+and the code that came with them.
 
 A folder may get other weights under the same path, and a relative path names another in another place. All
 bytes would take as long as loading the model. Paths and times are not in it, so hosts with copies share.
@@ -12,6 +13,7 @@ import os
 from pathlib import Path
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_CODE = ".py"  # which the model brings along (--trust-remote-code); all of it, being short
 _SAMPLES, _BYTES = 128, 4096  # of each file: one or more of every matrix of a large model
 
 
@@ -24,6 +26,8 @@ def weights_digest(model: str) -> str:
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in _SUFFIXES)
     if not files:
         raise FileNotFoundError(errno.ENOENT, "no weights there", model)
+    if path.is_dir():
+        files += sorted(f for f in path.iterdir() if f.suffix == _CODE)
     total = hashlib.blake2b(digest_size=16)
     for file in files:
         size = file.stat().st_size
