@@ -89,6 +89,8 @@ def _of_layers(config: Any) -> dict[str, str]:
 
 def _of_engines(model: str) -> dict[str, str]:
     """Set afterwards: for most of these vLLM itself wants more GPUs than there are."""
+    from vllm.config import ECTransferConfig  # noqa: PLC0415
+
     found = {"supported": _said(make_config(model), [full_attention()])}
     for name, what, value in (
         ("parallel_config", "decode_context_parallel_size", 2),
@@ -102,6 +104,11 @@ def _of_engines(model: str) -> dict[str, str]:
         assert hasattr(part, what) != (what in _GONE), f"does vLLM have another name for {what} now?"
         object.__setattr__(part, what, value)
         found[what] = _said(config, [full_attention()])
+    config = make_config(model)
+    for role in ("ec_producer", "ec_consumer"):
+        encoders = ECTransferConfig(ec_connector="ECExampleConnector", ec_role=role)
+        object.__setattr__(config, "ec_transfer_config", encoders)
+        found[role] = _said(config, [full_attention()])
     return found
 
 

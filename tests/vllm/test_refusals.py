@@ -17,6 +17,7 @@ REFUSED = {
     "prefill_context_parallel_size": "prefill context parallelism is not supported yet",
     "distributed_executor_backend": "external_launcher has a scheduler for each rank",
     "calculate_kv_scales": "calculate_kv_scales makes KV that depends on what the engine saw before",
+    "ec_consumer": "ec_transfer_config has images encoded elsewhere, by settings that are not known here",
     "enable_return_routed_experts": "enable_return_routed_experts is about tokens that are computed here",
     "padded pages": "layer layer 0: blocks of 2048 bytes in larger pages",
     "two tensors": "layer layer 0: its state is not one tensor",
@@ -44,7 +45,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_a_plain_engine_is_supported(said: dict[str, str]) -> None:
-    assert said["supported"] == said["whole pages"] == ""
+    assert said["supported"] == said["whole pages"] == said["ec_producer"] == ""
 
 
 def test_a_worker_side_knows_whether_vllm_schedules_ahead(said: dict[str, str]) -> None:

@@ -158,6 +158,11 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     beside = getattr(config, "aux_output_config", None)
     if beside is not None and beside.enabled:  # of loaded ones it finds nothing, and the engine dies
         raise Unsupported("enable_return_routed_experts is about tokens that are computed here")
+    encoders = getattr(config, "ec_transfer_config", None)
+    if encoders is not None and encoders.is_ec_consumer:
+        raise Unsupported(
+            "ec_transfer_config has images encoded elsewhere, by settings that are not known here"
+        )
     _read_weights(config)
 
 
