@@ -304,6 +304,22 @@ def test_a_size_larger_than_the_disk_is_refused(tmp_path):
     DiskEngine(tmp_path, 2 * MIB).close()
 
 
+def test_a_size_that_others_left_no_room_for_is_refused_at_first_and_not_at_a_restart(small_tmpfs):
+    (small_tmpfs / "others").write_bytes(bytes(48 * MIB))
+    with pytest.raises(StartupError, match="does not fit"):
+        DiskEngine(small_tmpfs / "disk", 64 * MIB)
+    (small_tmpfs / "others").unlink()
+    engine = DiskEngine(small_tmpfs / "disk", 64 * MIB)
+    engine.write(name_of(0), buffer(5000, seed=0))
+    engine.close()
+    (small_tmpfs / "others").write_bytes(bytes(48 * MIB))
+    again = scanned(DiskEngine(small_tmpfs / "disk", 64 * MIB))
+    assert readable(again, 1) == [0]
+    again.close()
+    with pytest.raises(StartupError, match="does not fit"):
+        DiskEngine(small_tmpfs / "disk", 1 << 50)
+
+
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(StartupError, match="writable by nobody else"):

@@ -63,17 +63,21 @@ class Folder:
 
     def check_size(self, wanted: int | None) -> int:
         """The capacity: what was asked for, if it fits. By default half of what is free, or what an earlier
-        server left if that is more: it must not go because others took space meanwhile.
+        server left if that is more: it must not go because others took space meanwhile. Nor must a restart
+        fail by that: what did fit once is used as far as there is room.
         """
         status, ours = os.statvfs(self.path), self._ours()
         available = status.f_bavail * status.f_frsize + sum(one.st_blocks * 512 for one in ours)
         if wanted is None:
             wanted = max(available // 2, PAGE + sum(one.st_size for one in ours))  # a page for the mark
         elif wanted > available:
-            raise StartupError(
-                f"disk tier: a size of {wanted / 2**30:.2f}GiB does not fit: {self.path} has "
-                f"{available / 2**30:.2f}GiB; lower the size, or choose another folder"
-            )
+            has = f"{self.path} has {available / 2**30:.2f}GiB"
+            if not ours or wanted > status.f_blocks * status.f_frsize:
+                raise StartupError(
+                    f"disk tier: a size of {wanted / 2**30:.2f}GiB does not fit: {has}; lower the size, or "
+                    "choose another folder"
+                )
+            log.warning("disk tier: a size of %.2fGiB does not fit any more: %s", wanted / 2**30, has)
         if wanted < _SMALLEST:
             raise StartupError(f"disk tier: a size of {wanted} bytes is too small; at least {_SMALLEST}")
         return wanted // PAGE * PAGE
