@@ -97,6 +97,26 @@ def test_who_was_let_in_neither_clears_nor_pins(reachable, engine):
     one.close()
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_a_server_that_keeps_us_out_has_not_stopped_and_left_what_is_ours(
+    reachable, made_by_nobody, monkeypatch, mode
+):
+    """Who names it would free memory that his own server left, and which nobody spoke of."""
+    left = made_by_nobody / "left"
+    left.mkdir(mode=0o700)
+    (left / "lock").touch(mode=0o600)
+    for path in (left, left / "lock"):
+        os.chown(path, NOBODY, NOBODY)
+    monkeypatch.setenv("KVCELLAR_FOLDER", str(left))
+    reachable.start()
+    reachable.socket.parent.chmod(mode)
+    code, said = kvcellar_as(NOBODY, "clear", "--socket", reachable.socket)
+    assert (code, "Permission denied" in said) == (2, True)
+    assert left.exists()
+    assert kvcellar_as(NOBODY, "clear", "--socket", made_by_nobody / "nobody is there") == (0, "")
+    assert not left.exists()
+
+
 HOLD = """
 held = []
 for _ in range(int(sys.argv[2])):

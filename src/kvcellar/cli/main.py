@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import io
 import logging
+import os
 import re
 import sys
 from pathlib import Path
@@ -152,7 +153,7 @@ def clear(
                 print(f"forgot {admin.clear(chosen):,} chunks")
                 return
     except Disconnected:
-        if namespace or not _is_there(left):
+        if namespace or _keeps_us_out(settings.socket_path) or not _is_there(left):
             raise
     if not _is_there(left):
         raise StartupError(f"{left} is not there: no server left anything")
@@ -218,6 +219,15 @@ app.command()(trace)
 
 def _socket(name: str | None, socket: str | None, config: str | None) -> Path:
     return load_settings({"name": name, "socket": socket}, config).socket_path
+
+
+def _keeps_us_out(socket: Path) -> bool:
+    """A server that is somebody else's has not stopped, and did not leave what lies in our own folder."""
+    try:
+        socket.stat()
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return not os.access(socket, os.W_OK)
 
 
 def _is_there(folder: Path) -> bool:
