@@ -137,7 +137,8 @@ class Members:
         self._changed()
 
     def _on_death(self, member: Member) -> None:
-        log.info("rank %d of session %r is gone", member.rank, member.session.name)
+        who = "the scheduler" if member.rank == SCHEDULER else f"rank {member.rank}"
+        log.info("%s of session %r is gone", who, member.session.name)
         link = member.link
         self.end(member)
         if link is not None:

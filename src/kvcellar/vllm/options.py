@@ -42,7 +42,7 @@ def read_options(config: VllmConfig) -> Options:
     if transfer.kv_role != "kv_both":
         raise ConfigError(f"kv_role: got {transfer.kv_role!r}, expected 'kv_both'")
     return Options(
-        socket=Path(extra["socket"]) if "socket" in extra else default_socket(),
+        socket=Path(extra["socket"]).expanduser() if "socket" in extra else default_socket(),
         session=f"vllm-{transfer.engine_id}",
         require=extra.get("require", False),
         lookup_timeout=timeout / 1000,
