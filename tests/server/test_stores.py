@@ -227,6 +227,20 @@ def test_what_is_decoded_does_not_wait_until_it_has_slid_out_of_a_window(
     assert engine.hit(3, seed=1) == 3
 
 
+@pytest.mark.parametrize(("short", "chunks"), [(0, 3), (1, 2), (PER_CHUNK, 2), (3 * PER_CHUNK, 0)])
+def test_a_chunk_is_stored_when_every_group_has_its_blocks(
+    steps: Callable[..., Steps], short: int, chunks: int
+) -> None:
+    engine = steps(name="hybrid")
+    request = engine.request(3, seed=1)
+    del request.blocks[1][3 * PER_CHUNK - short :]
+    engine.step(request)
+    assert engine.pool.held == 2 * chunks * PER_CHUNK
+    engine.step()
+    engine.copy(engine.step())
+    assert engine.hit(3, seed=1) == chunks
+
+
 def test_of_blocks_that_have_slid_out_only_the_other_groups_are_stored(steps: Callable[..., Steps]) -> None:
     engine = steps(name="hybrid")
     request = engine.request(3, seed=1)

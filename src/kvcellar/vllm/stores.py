@@ -94,7 +94,9 @@ class Stores:
         if tracked.is_mixed:
             return
         namespace = client.namespace
-        ready = min(computed // namespace.chunk_tokens, tracked.hashed_chunks())
+        ready = min(
+            computed // namespace.chunk_tokens, tracked.hashed_chunks(), _covered(namespace, tracked.blocks)
+        )
         tracked.ready, tracked.ready_at = max(tracked.planned, ready), tracked.request.num_preemptions
         decodes = tracked.planned >= tracked.request.num_prompt_tokens // namespace.chunk_tokens
         if tracked.ready - tracked.planned >= (_decoded_together(namespace) if decodes else 1):
@@ -215,6 +217,12 @@ def _decoded_together(namespace: Namespace) -> int:
     """None of them may have slid out of a window by then."""
     windows = [group.window_tokens for group in namespace.groups if group.window_tokens is not None]
     return max(1, min([_DECODED_TOGETHER, *(window // namespace.chunk_tokens - 1 for window in windows)]))
+
+
+def _covered(namespace: Namespace, groups: Sequence[Blocks]) -> int:
+    """Chunks for which every group has blocks, if only such as have slid out of its window."""
+    each = namespace.blocks_per_chunk
+    return min((len(blocks) // count for blocks, count in zip(groups, each, strict=False)), default=0)
 
 
 def _slice(namespace: Namespace, group: int, mine: Blocks, chunks: range) -> Blocks:
