@@ -72,8 +72,11 @@ def _uids(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
+def _tiers(text: str) -> tuple[str, ...]:
+    specs = tuple(text.split())
+    if not all("://" in spec for spec in specs):
+        raise ValueError("URLs such as disk:///var/cache/kv?size=200GiB, separated by spaces")
+    return specs
 
 
 def _level(text: str) -> str:
@@ -134,7 +137,7 @@ class Settings:
     tier: Annotated[
         tuple[str, ...],
         _Setting(
-            _words, "A further tier: redis://HOST:PORT, s3://BUCKET, ...; may be repeated, nearest first."
+            _tiers, "A further tier: redis://HOST:PORT, s3://BUCKET, ...; may be repeated, nearest first."
         ),
     ] = ()
     log_level: Annotated[str, _Setting(_level, "debug, info, warning or error.")] = "info"
@@ -203,7 +206,8 @@ def _parse(source: str, text: str, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(text)
     except ValueError as error:
-        raise ConfigError(f"{source}: got {text!r}, expected {error}") from None
+        shown = re.sub(r"\S+@", "...@", text)  # what stands there may be a password, in a URL that is none
+        raise ConfigError(f"{source}: got {shown!r}, expected {error}") from None
 
 
 def _read_file(path: Path) -> dict[str, str]:
