@@ -218,7 +218,8 @@ def test_a_node_that_has_lost_its_memory_of_the_cluster_costs_its_own_keys_alone
         cluster.nodes[0].start()
         for _ in range(2):
             assert engine.exist(names) == [True, False, True]
-        with pytest.raises(EngineError, match="CLUSTERDOWN"):
+        # The others may have noticed, by their own gossip, that it is another now.
+        with pytest.raises(EngineError, match=r"CLUSTERDOWN|slots of the cluster have no node"):
             engine.read(names[1], buffer(1000))
         asyncio.run(live_without_a_node(engine, names))
 

@@ -233,9 +233,9 @@ class Nodes:
                     case [int(first), int(last), [bytes() | None as host, int(port), *_], *_] if (
                         0 <= first <= last < len(slots)
                     ):
-                        # An empty host means the one that was asked.
+                        # An empty host means the one that was asked; without a port it is known to be gone.
                         address = Address((host or b"").decode() or node.address.host, port)
-                        slots[first : last + 1] = [address] * (last + 1 - first)
+                        slots[first : last + 1] = [address if port else None] * (last + 1 - first)
                     case _:
                         raise WireError(f"got {str(part)[:60]} where slots and their node were due")
         return slots
