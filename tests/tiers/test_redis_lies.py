@@ -33,6 +33,14 @@ def test_a_map_that_is_none_is_an_error(opened, slots):
             opened(liar.url)
 
 
+def test_a_node_that_is_known_to_be_gone_is_none(opened):
+    """It has no port, and real ones hear of that at some time."""
+    with Liar() as liar:
+        liar.slots = cluster((0, 8191, liar.port), (8192, 16383, 0))
+        with pytest.raises(EngineError, match="8192 of 16384 slots of the cluster have no node"):
+            opened(liar.url)
+
+
 @pytest.mark.parametrize("reply", [b"-MOVED 1\r\n", b"-MOVED 1 h\r\n", b"-ASK 1 h:x\r\n"])
 def test_a_redirect_to_nowhere_is_an_error(opened, reply):
     with Liar() as liar:
