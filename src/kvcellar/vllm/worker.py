@@ -222,3 +222,5 @@ class WorkerSide:
             return
         if self._client is not None:
             self._client.close()
+        if self._pins is not None:
+            self._pins.close()

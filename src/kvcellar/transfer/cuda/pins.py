@@ -37,11 +37,12 @@ def slots_locked_together(slot_bytes: int) -> int:
 class Pins:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._todo: queue.SimpleQueue[tuple[bool, Slab]] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[tuple[bool, Slab | None]] = queue.SimpleQueue()
         self._pieces: dict[int, tuple[int, Slab]] = {}  # by address: bytes
         self._locked: set[int] = set()
         self.all_locked = True  # none was refused
         self._locking = threading.Lock()
+        self._closed = False
         threading.Thread(target=self._run, name="kvcellar-pins", daemon=True).start()
 
     def mapped(self, slab: Slab) -> None:
@@ -56,6 +57,11 @@ class Pins:
         """No copy to or from it is under way, and none will follow."""
         self._todo.put((False, slab))
 
+    def close(self) -> None:
+        """No more will be mapped: the thread ends when the last is unmapped, which may be later."""
+        self._closed = True
+        self._todo.put((False, None))  # or it would wait for ever
+
     def ensure(self, pieces: Iterable[int]) -> None:
         """Lock these now, unless they are."""
         for address in pieces:
@@ -65,10 +71,10 @@ class Pins:
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
         with driver.beside_captures():
-            while True:
+            while self._pieces or not self._closed:
                 self._follow(*self._todo.get())
 
-    def _follow(self, wanted: bool, slab: Slab) -> None:
+    def _follow(self, wanted: bool, slab: Slab | None) -> None:
         for address in self._addresses(slab):
             if wanted and address not in self._locked:
                 self._lock(address)
@@ -81,7 +87,7 @@ class Pins:
                 size = sum(self._pieces[address][0] for address in self._locked)
             log.info("KVCellar: %.1f GiB of the cache are page-locked", size / (1 << 30))
 
-    def _addresses(self, slab: Slab) -> list[int]:
+    def _addresses(self, slab: Slab | None) -> list[int]:
         known = list(self._pieces.items())  # in one go: others add to it meanwhile
         return [address for address, (_, its) in known if its is slab]
 
