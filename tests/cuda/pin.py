@@ -5,8 +5,10 @@ Runs the case that it is told, and answers with JSON what happened.
 
 import json
 import os
+import queue
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 
 from tests.cuda import emulate
@@ -73,8 +75,38 @@ def close_before_the_last_is_unmapped() -> object:
     return [thread.is_alive(), called]
 
 
+def unmap_behind_one_that_is_being_locked() -> object:
+    """Whether each of two that are unmapped meanwhile is still there, at the second piece of the first."""
+    first, locked_before, new = make_slab(), make_slab(), make_slab()
+    there = [weakref.ref(locked_before), weakref.ref(new)]
+    begun, go, found = threading.Event(), threading.Event(), queue.SimpleQueue[list[bool]]()
+
+    def lock(address: int) -> None:
+        if address == first.address(0):
+            begun.set()
+            assert go.wait(30)
+        if address == first.address(1):
+            found.put([one() is not None for one in there])
+
+    runtime.cudaHostRegister = of_driver(lock)
+    pins, _ = make_pins()
+    pins.mapped(locked_before)
+    pins.mapped(first)
+    assert begun.wait(30)
+    pins.mapped(new)
+    for slab in (locked_before, new):
+        pins.unmapped(slab)
+    del locked_before, new, slab
+    go.set()
+    return found.get(timeout=30)
+
+
 def main() -> None:
-    cases = [close_with_nothing_mapped, close_before_the_last_is_unmapped]
+    cases = [
+        close_with_nothing_mapped,
+        close_before_the_last_is_unmapped,
+        unmap_behind_one_that_is_being_locked,
+    ]
     case = {case.__name__: case for case in cases}[sys.argv[1]]
     print(json.dumps(case()))
 

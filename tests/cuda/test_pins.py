@@ -1,4 +1,4 @@
-"""The thread that page-locks slabs ends with its engine; on a machine without a GPU."""
+"""The thread that page-locks slabs, on a machine without a GPU: what it does first, and when it ends."""
 
 import json
 import os
@@ -23,3 +23,7 @@ def test_the_thread_ends_with_its_engine():
 def test_before_it_ends_it_unlocks_what_its_engine_unmaps_late():
     called = [["lock", 0], ["lock", 1], ["unlock", 0], ["unlock", 1]]
     assert run("close_before_the_last_is_unmapped") == [False, called]
+
+
+def test_what_the_server_takes_back_does_not_wait_until_all_else_is_locked():
+    assert run("unmap_behind_one_that_is_being_locked") == [False, False]

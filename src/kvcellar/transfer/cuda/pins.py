@@ -6,9 +6,9 @@ the engine's own. A slab stays referenced as long as it is locked: memory must n
 driver.
 """
 
+import collections
 import ctypes
 import logging
-import queue
 import threading
 import time
 from collections.abc import Iterable
@@ -37,8 +37,9 @@ def slots_locked_together(slot_bytes: int) -> int:
 class Pins:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._todo: queue.SimpleQueue[tuple[bool, Slab | None]] = queue.SimpleQueue()
         self._pieces: dict[int, tuple[int, Slab]] = {}  # by address: bytes
+        self._left: collections.deque[Slab] = collections.deque()  # unmapped, and to be unlocked
+        self._changed = threading.Event()  # one of the two
         self._locked: set[int] = set()
         self.all_locked = True  # none was refused
         self._locking = threading.Lock()
@@ -51,16 +52,17 @@ class Pins:
         for first in range(0, slab.shape.slots, together):
             count = min(together, slab.shape.slots - first)
             self._pieces[slab.address(first)] = (count * size, slab)
-        self._todo.put((True, slab))
+        self._changed.set()
 
     def unmapped(self, slab: Slab) -> None:
         """No copy to or from it is under way, and none will follow."""
-        self._todo.put((False, slab))
+        self._left.append(slab)
+        self._changed.set()
 
     def close(self) -> None:
         """No more will be mapped: the thread ends when the last is unmapped, which may be later."""
         self._closed = True
-        self._todo.put((False, None))  # or it would wait for ever
+        self._changed.set()
 
     def ensure(self, pieces: Iterable[int]) -> None:
         """Lock these now, unless they are."""
@@ -72,22 +74,32 @@ class Pins:
         torch.cuda.set_device(self._device)
         with driver.beside_captures():
             while self._pieces or not self._closed:
-                self._follow(*self._todo.get())
+                self._changed.wait()
+                self._changed.clear()
+                self._let_go()
+                self._lock_all()
 
-    def _follow(self, wanted: bool, slab: Slab | None) -> None:
-        for address in self._addresses(slab):
-            if wanted and address not in self._locked:
+    def _lock_all(self) -> None:
+        todo = [address for address in list(self._pieces) if address not in self._locked]
+        for address in todo:
+            if address in self._pieces and address not in self._locked:
                 self._lock(address)
                 time.sleep(_PAUSE_S)
-            elif not wanted:
-                self._unlock(address)
-                time.sleep(_PAUSE_S)
-        if wanted and self._todo.empty() and self.all_locked:
+                self._let_go()
+        if todo and not self._changed.is_set() and self.all_locked:
             with self._locking:
                 size = sum(self._pieces[address][0] for address in self._locked)
             log.info("KVCellar: %.1f GiB of the cache are page-locked", size / (1 << 30))
 
-    def _addresses(self, slab: Slab | None) -> list[int]:
+    def _let_go(self) -> None:
+        """Ahead of what is to be locked, which may take a minute: the server gives that memory to others."""
+        while self._left:
+            slab = self._left.popleft()
+            for address in self._addresses(slab):
+                self._unlock(address)
+                time.sleep(_PAUSE_S)
+
+    def _addresses(self, slab: Slab) -> list[int]:
         known = list(self._pieces.items())  # in one go: others add to it meanwhile
         return [address for address, (_, its) in known if its is slab]
 
