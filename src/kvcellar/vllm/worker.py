@@ -104,7 +104,7 @@ class WorkerSide:
         try:
             # Only here: torch for CPU comes without what these need.
             from kvcellar.transfer.cuda import Pins, warm_up  # noqa: PLC0415
-        except (ImportError, OSError) as error:  # or there is no library of the driver: AMD's calls itself cuda
+        except (ImportError, OSError) as error:  # OSError: no NVIDIA driver; AMD's GPUs are "cuda", too
             self._layout.problem = f"KV in GPU memory needs Triton and cuda-bindings: {error}"
             return
         try:
