@@ -11,7 +11,7 @@ import pytest
 
 from kvcellar.errors import StartupError
 from kvcellar.tiers import breaker
-from kvcellar.tiers.engine import EngineError
+from kvcellar.tiers.engine import EngineError, PartlyAway
 from kvcellar.tiers.memory import MemoryEngine
 from kvcellar.tiers.tier import HANDS, Tier
 from tests.tiers.conformance import buffer, name_of, same
@@ -188,6 +188,17 @@ def test_an_engine_that_fails_is_left_alone_and_comes_back(run):
         rig.engine.error = None
         rig.clock.ahead += PAUSE_S
         assert await rig.tier.exist([name_of(1)]) == [True]
+        assert rig.tier.state == ("up", "")
+
+    run(test)
+
+
+def test_an_engine_that_works_at_the_second_try_is_back_whatever_the_first_one_said(run):
+    async def test(rig):
+        await rig.down()
+        rig.engine.error, rig.engine.errors = None, [PartlyAway("a node")]
+        rig.clock.ahead += PAUSE_S + 1
+        assert await rig.tier.exist([name_of(0)]) == [False]
         assert rig.tier.state == ("up", "")
 
     run(test)

@@ -83,7 +83,7 @@ class _Call(Generic[T]):
     @property
     def says_nothing(self) -> bool:
         """Of whether the engine works."""
-        return not self.made or self.is_excused or (self.by_heart and self.error is None)
+        return not self.made or (self.by_heart if self.error is None else self.is_excused)
 
 
 class Tier:
