@@ -22,6 +22,7 @@ from tests.tiers.remote import NAME
         pytest.param(b"*1\r\n*3\r\n:0\r\n:1\r\n:5\r\n", id="no node"),
         pytest.param(b"*1\r\n*3\r\n$1\r\n0\r\n$1\r\n1\r\n*2\r\n$1\r\nh\r\n:1\r\n", id="slots in words"),
         pytest.param(cluster((0, 1 << 45, 1)), id="more slots than there are"),
+        pytest.param(cluster((0, 16383, 1 << 70)), id="a port that is none"),
         pytest.param(b"*1\r\n" * 5000, id="arrays in arrays"),
         pytest.param(b"*1\r\n$%d\r\n" % (1 << 63), id="a word without an end"),
     ],

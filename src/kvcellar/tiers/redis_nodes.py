@@ -231,7 +231,7 @@ class Nodes:
             for part in wire.array():
                 match part:
                     case [int(first), int(last), [bytes() | None as host, int(port), *_], *_] if (
-                        0 <= first <= last < len(slots)
+                        0 <= first <= last < len(slots) and 0 <= port < 1 << 16
                     ):
                         # An empty host means the one that was asked; without a port it is known to be gone.
                         address = Address((host or b"").decode() or node.address.host, port)
