@@ -63,6 +63,8 @@ def test_a_secret_is_read_when_it_is_used(tmp_path, monkeypatch):
         ("redis://:pa/ss@h:1", "redis://h:1"),
         ("redis://:p@/s@h:1", "redis://h:1"),
         ("redis://:p?s@h:1", "redis://h:1"),
+        ("redis://:p=s?s@h:1", "redis://h:1"),
+        ("redis://:p@s?s@h:1", "redis://h:1"),
         ("redis://h?password_file=/a@b", "redis://h"),
         ("redis://u:p@h?password_file=/a@b", "redis://h"),
         ("disk:///mnt/a@b/c", "disk:///mnt/a@b/c"),
@@ -79,7 +81,9 @@ def test_a_password_in_a_url_is_refused_and_not_shown(url):
     assert "tops" not in str(caught.value)
 
 
-@pytest.mark.parametrize("mistyped", ["redis:/u:tops3cret@h", "redis:u:tops3cret@h", "u:tops3cret@h"])
+@pytest.mark.parametrize(
+    "mistyped", ["redis:/u:tops3cret@h", "redis:u:tops3cret@h", "redis//u:tops3cret@h", "u:tops3cret@h"]
+)
 def test_a_password_in_what_is_no_url_is_not_shown_either(mistyped):
     with pytest.raises(ConfigError, match="expected URLs such as") as first:
         load_settings({"tier": mistyped})

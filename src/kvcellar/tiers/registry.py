@@ -86,4 +86,4 @@ def label_of(url: str) -> str:
     """For people: without options, nor user and password, in which any character may have been left as it is.
     A path of this host, which begins with a third slash, has neither, nor has the value of an option.
     """
-    return re.sub(r"^([^:/]*):/{0,2}(?!/)(?:[^?]*|[^=]*)@", r"\1://", url).partition("?")[0]
+    return re.sub(r"^([^:/]*)(?::/{0,2}|//)(?!/)[^?]*(?:\?[^=]*)?@", r"\1://", url).partition("?")[0]
