@@ -85,7 +85,7 @@ def _level(text: str) -> str:
     return text.lower()
 
 
-def _path(text: str) -> Path:
+def parse_path(text: str) -> Path:
     if not text or "\0" in text:
         raise ValueError("a path")
     try:
@@ -112,10 +112,10 @@ class Settings:
         _Setting(_size, "Shared memory to use at most, e.g. 64GiB. [default: half of what is free]"),
     ] = None
     folder: Annotated[
-        Path | None, _Setting(_path, "Where slabs live: a tmpfs. [default: /dev/shm/kvcellar-UID/NAME]")
+        Path | None, _Setting(parse_path, "Where slabs live: a tmpfs. [default: /dev/shm/kvcellar-UID/NAME]")
     ] = None
     socket: Annotated[
-        Path | None, _Setting(_path, "The server's socket. [default: /tmp/kvcellar-UID/NAME.sock]")
+        Path | None, _Setting(parse_path, "The server's socket. [default: /tmp/kvcellar-UID/NAME.sock]")
     ] = None
     hold_percent: Annotated[
         int, _Setting(_percent, "Share of the memory that one engine may keep pinned or in writing.")
@@ -128,7 +128,7 @@ class Settings:
         float, _Setting(_seconds, "How long a restarted server waits for the engines it knew.")
     ] = 30.0
     disk: Annotated[
-        Path | None, _Setting(_path, "Folder of the disk tier: an empty one, or one it had before.")
+        Path | None, _Setting(parse_path, "Folder of the disk tier: an empty one, or one it had before.")
     ] = None
     disk_size: Annotated[
         int | None,

@@ -62,6 +62,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "timeout": ({"lookup_timeout_ms": 0}, "lookup_timeout_ms: got 0, expected milliseconds from 1 to 10000"),
     "require": ({"require": "yes"}, "require: got 'yes', expected true or false"),
     "socket": ({"socket": 7}, "socket: got 7, expected text"),
+    "no such home": (
+        {"socket": "~no such user/s"},
+        "socket: got '~no such user/s', expected a path; that user has no home",
+    ),
 }
 
 

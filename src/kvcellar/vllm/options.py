@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 
-from kvcellar.config import default_socket
+from kvcellar.config import default_socket, parse_path
 from kvcellar.errors import ConfigError
 
 _KNOWN = {"socket", "require", "lookup_timeout_ms", "tenant", "staging_mib"}
@@ -41,8 +41,12 @@ def read_options(config: VllmConfig) -> Options:
             raise ConfigError(f"{name}: got {extra[name]!r}, expected text")
     if transfer.kv_role != "kv_both":
         raise ConfigError(f"kv_role: got {transfer.kv_role!r}, expected 'kv_both'")
+    try:
+        socket = parse_path(extra["socket"]) if "socket" in extra else default_socket()
+    except ValueError as error:
+        raise ConfigError(f"socket: got {extra['socket']!r}, expected {error}") from None
     return Options(
-        socket=Path(extra["socket"]).expanduser() if "socket" in extra else default_socket(),
+        socket=socket,
         session=f"vllm-{transfer.engine_id}",
         require=extra.get("require", False),
         lookup_timeout=timeout / 1000,
