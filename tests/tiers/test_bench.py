@@ -23,6 +23,7 @@ def test_interrupted_it_removes_its_file_while_the_folder_is_there(tmp_path):
     async def interrupt() -> None:
         endless = asyncio.create_task(tiers._speed(url, 4 * MIB, 16 * MIB, 1_000_000, tmp_path))
         while not (tmp_path / "raw").exists():
+            assert not endless.done()
             await asyncio.sleep(0)
         endless.cancel()
         await asyncio.wait([endless])
