@@ -42,6 +42,15 @@ def test_a_node_that_is_known_to_be_gone_is_none(opened):
             opened(liar.url)
 
 
+def test_an_engine_that_cannot_be_opened_keeps_no_connection(opened):
+    with Liar() as liar:
+        liar.slots = cluster((0, 8191, liar.port))
+        with pytest.raises(EngineError) as kept:  # and with it, all that its frames know
+            opened(liar.url)
+        eventually(lambda: not liar.connections)
+        assert "have no node" in str(kept.value)
+
+
 @pytest.mark.parametrize("reply", [b"-MOVED 1\r\n", b"-MOVED 1 h\r\n", b"-ASK 1 h:x\r\n"])
 def test_a_redirect_to_nowhere_is_an_error(opened, reply):
     with Liar() as liar:

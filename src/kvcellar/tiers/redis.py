@@ -139,7 +139,11 @@ def open_redis(url: str, options: Mapping[str, str]) -> RedisEngine:
         make_node=lambda address: Node(address, tls if is_tls else None, settings),
     )
     engine = RedisEngine(nodes, prefix, ttl_s, timeout_s)
-    engine.check()
+    try:
+        engine.check()
+    except EngineError:  # as with S3: it will be opened again and again
+        engine.close()
+        raise
     return engine
 
 
