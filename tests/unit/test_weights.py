@@ -34,6 +34,13 @@ def digest(path: Path) -> str:
     return found
 
 
+def only_commit(cache: Path) -> str:
+    weights.only_commit.cache_clear()
+    found = weights.only_commit("some-owner/some-model", str(cache))
+    assert isinstance(found, str)
+    return found
+
+
 def test_copies_are_the_same_wherever_they_are_and_whatever_is_beside_them(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -76,6 +83,15 @@ def test_other_code_that_comes_with_them_is_another_model(folder: Path) -> None:
 def test_one_file_is_a_model_too_and_a_name_is_none(folder: Path) -> None:
     assert digest(folder / "model-1.safetensors") not in ("", digest(folder / "model-2.safetensors"))
     assert digest(Path("some-owner/some-model")) == ""
+
+
+def test_a_name_stands_for_a_commit_while_the_cache_has_no_other(tmp_path: Path) -> None:
+    assert only_commit(tmp_path) == ""
+    snapshots = tmp_path / "models--some-owner--some-model" / "snapshots"
+    (snapshots / ("1" * 40)).mkdir(parents=True)
+    assert only_commit(tmp_path) == "1" * 40
+    (snapshots / ("2" * 40)).mkdir()
+    assert only_commit(tmp_path) == ""
 
 
 def test_a_folder_without_weights_is_not_taken_for_one(tmp_path: Path) -> None:

@@ -116,6 +116,8 @@ def _of_names(model: str, cache: Path) -> dict[str, str]:
     """Of a model from the hub, here from its cache: a name stands for one commit, and later for another."""
     from vllm.config import ModelConfig  # noqa: PLC0415
 
+    from kvcellar.vllm.weights import only_commit  # noqa: PLC0415 - imports vLLM, by its package
+
     found, config = {}, make_config(model)
     (cache / "refs").mkdir(parents=True)
     for case, commit in (("a commit", "1" * 40), ("another commit", "2" * 40)):
@@ -126,9 +128,14 @@ def _of_names(model: str, cache: Path) -> dict[str, str]:
         object.__setattr__(config, "model_config", named)
         found[case] = name_of(config)
         found[f"{case}, in a rank"] = name_of(pickle.loads(pickle.dumps(config)))
-    for case, revision in (("no commit", None), ("a revision", "some")):
-        object.__setattr__(config.model_config, "revision", revision)
-        found[case] = name_of(config)
+        # As vLLM 0.26 has it, which knows no commit by itself: once there are two, it might be either.
+        object.__setattr__(config.model_config, "revision", None)
+        only_commit.cache_clear()
+        for how in ("tensorizer", "auto"):
+            object.__setattr__(config.load_config, "load_format", how)
+            found[f"{case}, untold, {how}"] = name_of(config)
+    object.__setattr__(config.model_config, "revision", "some")
+    found["a revision"] = name_of(config)
     return found
 
 

@@ -11,6 +11,10 @@ pytestmark = pytest.mark.timeout(300)
 
 EXACT = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"}
 
+NO_COMMIT = (
+    "nobody knows of which commit the weights of some/model are, say which they are with --revision, and "
+    "another one whenever they change"
+)
 REFUSED = {
     "sees later tokens": "layer layer 0 lets tokens see later ones, on which its KV then depends",
     "decode_context_parallel_size": "decode context parallelism is not supported yet",
@@ -21,8 +25,8 @@ REFUSED = {
     "enable_return_routed_experts": "enable_return_routed_experts is about tokens that are computed here",
     "padded pages": "layer layer 0: blocks of 2048 bytes in larger pages",
     "two tensors": "layer layer 0: its state is not one tensor",
-    "no commit": "nobody knows of which commit the weights of some/model are, say which they are with "
-    "--revision, and another one whenever they change",
+    "a commit, untold, tensorizer": NO_COMMIT,
+    "another commit, untold, auto": NO_COMMIT,
     "bert": "vLLM does not support prefix caching for this model, or its way of pooling",
 }
 
@@ -85,4 +89,5 @@ def test_engines_that_got_other_commits_under_one_name_do_not_share(said: dict[s
     ids = [said[case] for case in ("a commit", "another commit", "a revision")]
     assert all(bytes.fromhex(name) for name in ids)
     assert len(set(ids)) == 3
+    assert bytes.fromhex(said["a commit, untold, auto"])
     assert ids[:2] == [said["a commit, in a rank"], said["another commit, in a rank"]]

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from huggingface_hub import constants as hub
 from vllm import __version__ as vllm_version
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
@@ -27,11 +29,15 @@ from kvcellar.identity import BlockHash, Group, Layer, Namespace, ParallelStrate
 from kvcellar.vllm.compat import hash_block_tokens
 from kvcellar.vllm.metadata import TensorLayout
 from kvcellar.vllm.settings import digest, of_images
-from kvcellar.vllm.weights import weights_digest
+from kvcellar.vllm.weights import only_commit, weights_digest
 
 _LAYOUT_VERSION = 1
 # Any other may have KV that depends on more than the tokens before it.
 _DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
+
+
+# Ways of loading that read what the hub gave; others may read something else under the model's name.
+_FROM_THE_HUB = ("auto", "hf", "safetensors", "pt", "mistral", "bitsandbytes")
 
 
 class Unsupported(BadRequest):
@@ -110,19 +116,23 @@ def _weights(config: VllmConfig) -> str:
 
 def _read_weights(config: VllmConfig) -> str:
     """Samples of their files, or the commit of a model that has a name. Empty if the revision has to do."""
-    model = config.model_config
-    if config.load_config.load_format == "dummy":
+    model, load = config.model_config, config.load_config
+    if load.load_format == "dummy":
         return ""
+    cached = ""
     try:
         if read := weights_digest(model.model):
             return read
         problem = f"nobody knows of which commit the weights of {model.model} are"
+        if load.load_format in _FROM_THE_HUB and not envs.VLLM_USE_MODELSCOPE:
+            cached = only_commit(model.model, load.download_dir or hub.HF_HUB_CACHE)
     except OSError as error:
         problem = (
             f"the weights in {model.model} cannot be read: {error.strerror}; if they come from elsewhere"
         )
     # vLLM 0.32 knows the commit of what it got from the hub; before, transformers did, up to some version.
     commit = getattr(model.revision, "resolved", None) or getattr(model.hf_config, "_commit_hash", None)
+    commit = commit or cached
     if commit or model.revision:
         return str(commit or "")
     raise Unsupported(f"{problem}, say which they are with --revision, and another one whenever they change")

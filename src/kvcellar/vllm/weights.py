@@ -37,3 +37,13 @@ def weights_digest(model: str) -> str:
             for start in range(0, size, step):
                 total.update(os.pread(data.fileno(), _BYTES, start))
     return total.hexdigest()
+
+
+@functools.cache
+def only_commit(name: str, cache: str) -> str:
+    """Of a model that was got from the hub by this name. Empty unless the cache has one commit of it: then
+    what the engine has read is of that one.
+    """
+    snapshots = Path(cache) / f"models--{name.replace('/', '--')}" / "snapshots"
+    found = [commit.name for commit in snapshots.iterdir()] if snapshots.is_dir() else []
+    return found[0] if len(found) == 1 else ""
