@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import subprocess
 import threading
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from kvcellar.errors import ConfigError, StartupError
 from kvcellar.slab import PAGE
 from kvcellar.tiers.disk import DiskEngine, open_disk
 from kvcellar.tiers.engine import EngineError
+from tests.mounts import tmpfs
 from tests.server.engine import eventually
 from tests.tiers.conformance import MIB, EngineConformance, buffer, name_of, run_threads, same
 
@@ -32,15 +32,8 @@ class TestDiskEngineOnTmpfs(EngineConformance):
 
 @pytest.fixture
 def small_tmpfs(tmp_path):
-    mounted = tmp_path / "mounted"
-    mounted.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=96m,mode=700", "tmpfs", mounted], capture_output=True
-    )
-    if done.returncode:
-        pytest.skip("cannot mount a tmpfs")
-    yield mounted
-    subprocess.run(["umount", "-l", mounted], check=True)
+    with tmpfs(tmp_path / "mounted", "96m") as mounted:
+        yield mounted
 
 
 def bytes_in(folder: Path) -> int:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from kvcellar.arena import Arena, Rack
 from kvcellar.identity import Namespace
 from kvcellar.ledger import Ledger, audit
+from tests.mounts import tmpfs
 from tests.support import Engine, namespace
 
 MIB = 1 << 20
@@ -40,15 +40,8 @@ def shm():
 @pytest.fixture
 def tiny_tmpfs(shm):
     """A tmpfs of 64 KiB."""
-    mounted = shm / "tiny"
-    mounted.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", mounted], capture_output=True
-    )
-    if done.returncode:
-        pytest.skip("cannot mount a tmpfs")
-    yield mounted
-    subprocess.run(["umount", "-l", mounted], check=True)
+    with tmpfs(shm / "tiny", "64k") as mounted:
+        yield mounted
 
 
 @pytest.fixture
