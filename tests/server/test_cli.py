@@ -437,3 +437,19 @@ def test_ctrl_c_stops_in_order(server):
     server.signal(signal.SIGINT)
     assert server.wait() == 0
     assert "stopped; 0 MiB stay in" in server.log.read_text()
+
+
+def test_ctrl_c_while_modules_are_imported_is_no_stack_trace(tmp_path):
+    """One of them is in no hurry here."""
+    (tmp_path / "typer.py").write_text("print('importing', flush=True)\ninput()\n")
+    command = [sys.executable, "-m", "kvcellar", "status"]
+    pipe = subprocess.PIPE
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(
+        command, text=True, env=environment, stdin=pipe, stdout=pipe, stderr=pipe
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (-signal.SIGINT, "")
