@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.copy import DEVICE, H2D, Bed, bus, figures, make_bed
+from bench.gpu.copy import DEVICE, H2D, Bed, Figures, bus, make_bed, options
 
 PAIRS = 5
 ALONE_S, BESIDE_S = 0.3, 0.6
@@ -88,7 +88,8 @@ def measure(step: Step, bed: Bed, name: str, work: Callable[[], Any]) -> dict[st
 
 
 def main() -> None:
-    with figures(__doc__) as rows, make_bed("llama8b", 128, check=True, staging_mib=64) as bed:
+    figures = Figures(options(__doc__).parse_args().json)
+    with make_bed("llama8b", 128, check=True, staging_mib=64) as bed:
         step, stream = Step(), torch.cuda.Stream(DEVICE)
         works = {"stores": bed.store, "loads": bed.load, "plain copies": lambda: bus(bed, H2D, stream)}
         step.median_ms(ALONE_S)
@@ -96,7 +97,7 @@ def main() -> None:
         for name, work in works.items():
             work()
             row = measure(step, bed, name, work)
-            rows.append(row)
+            figures.add(row)
             cells = f"{row['alone_ms']:10.2f} {row['beside_ms']:10.2f} {row['times']:7.2f} {row['gbps']:7.1f}"
             print(f"{name:18} {cells}", flush=True)
 

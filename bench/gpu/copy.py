@@ -1,6 +1,6 @@
 """How fast KV moves between paged GPU memory and slabs, beside what the bus reaches, in turns.
 
-    python -m bench.gpu.copy [--json FILE]
+    python -m bench.gpu.copy [--json FILE] [--model MODEL ...]
 
 Every byte that is loaded is compared with what was stored, once. GB = 10**9 bytes.
 """
@@ -224,29 +224,37 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@contextlib.contextmanager
-def figures(about: str | None) -> Iterator[list[dict[str, Any]]]:
-    """Of a program that takes one option: where they are to be written."""
+def options(about: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures there too")
-    path = parser.parse_args().json
-    where = machine() | {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
-    rows: list[dict[str, Any]] = []
-    yield rows
-    if path:
-        path.write_text(json.dumps({"machine": where, "rows": rows}, indent=1) + "\n")
+    parser.add_argument("--json", type=Path, help="write the figures there too, after each row")
+    return parser
+
+
+class Figures:
+    """Rows, and the file they are written to, if any: whoever is ended loses no more than one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        about = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
+        self._found: dict[str, Any] = {"machine": machine() | about, "rows": []}
+
+    def add(self, row: dict[str, Any]) -> None:
+        self._found["rows"].append(row)
+        if self._path:
+            self._path.write_text(json.dumps(self._found, indent=1) + "\n")
 
 
 def main() -> None:
-    with figures(__doc__) as rows:
-        _measure_all(rows)
-
-
-def _measure_all(rows: list[dict[str, Any]]) -> None:
+    parser = options(__doc__)
+    parser.add_argument("--model", nargs="+", choices=KV_SHAPES, default=list(KV_SHAPES))
+    args = parser.parse_args()
+    figures = Figures(args.json)
     print("model     chunk  object  sum   store   of bus    load   of bus    both   of bus   (GB/s)")
     for case in CASES:
+        if case["model"] not in args.model:
+            continue
         row = measure(**case)
-        rows.append(row)
+        figures.add(row)
         cells = "".join(f"{row[what]:8.1f} {row[what + '_ratio']:8.3f}" for what in ("store", "load", "both"))
         checked = "on " if row["checksum"] else "off"
         print(
