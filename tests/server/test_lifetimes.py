@@ -216,6 +216,36 @@ def test_a_worker_that_no_successor_would_know_of_is_not_let_in(server, raw):
     assert [session.name for session in server.status().sessions] == ["newcomer"]
 
 
+def test_a_worker_comes_back_to_a_server_that_cannot_write_if_its_predecessor_listed_it(server, raw):
+    raw(hello("worker"))
+    server.kill()
+    obstacle = server.folder / "roster.draft"
+    obstacle.mkdir()
+    server.start()
+    raw(hello("worker"))
+    assert [session.name for session in server.status().sessions] == ["raw"]
+    newcomer = raw()
+    newcomer.say(hello("worker", session="newcomer"))
+    assert newcomer.refusal() == "unavailable"
+    obstacle.rmdir()
+
+
+@pytest.fixture
+def half_a_letter():
+    """The kernel keeps 15 bytes of a process's name: of the last letter, here, the first of two."""
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    name.write_bytes(b"x" * 14 + "é".encode())
+    yield
+    name.write_bytes(before)
+
+
+def test_a_process_whose_name_ends_inside_a_letter_is_let_in_and_found_again(server, raw, half_a_letter):
+    raw(hello("worker"))
+    server.restart()
+    raw(hello("worker"))
+
+
 def test_a_rank_of_a_live_process_is_taken(server, raw, child):
     there = child(session="raw")
     client = raw()

@@ -65,7 +65,7 @@ class Members:
         self._roster = roster
         self._changed = changed  # somebody left or gave up a mapping
         self._awaited: dict[Entry, int | None] = {}  # workers of an earlier server, with their pidfd
-        self._listed: set[Entry] | None = None  # what the roster says; None: what an earlier server wrote
+        self._listed: set[Entry] | None = None  # what the roster says; None: nobody knows
         self._loop = asyncio.get_running_loop()
         self._grace_timer: asyncio.TimerHandle | None = None
 
@@ -182,7 +182,12 @@ class Members:
     def begin_grace(self, seconds: float) -> None:
         """Wait for the processes that an earlier server knew."""
         self._ledger.set_grace(True)
-        for entry in self._read_roster():
+        entries = self._read_roster()
+        if entries is None:
+            entries = [Entry("", 0, Process(0, 0, 0))]  # somebody, of whom nothing is known
+        else:
+            self._listed = set(entries)
+        for entry in entries:
             pidfd = open_process(entry.process.pid, entry.process.started) if entry.process.pid else None
             if pidfd is None and entry.process.pid:
                 continue  # gone
@@ -245,11 +250,12 @@ class Members:
         draft.replace(self._roster)
         self._listed = workers
 
-    def _read_roster(self) -> list[Entry]:
+    def _read_roster(self) -> list[Entry] | None:
+        """None if it cannot be read."""
         try:
             return msgspec.json.decode(self._roster.read_bytes(), type=list[Entry])
         except FileNotFoundError:
             return []
         except msgspec.MsgspecError as error:
             log.warning("the roster cannot be read, waiting out the grace time: %s", error)
-            return [Entry("", 0, Process(0, 0, 0))]
+            return None

@@ -85,10 +85,10 @@ def open_process(pid: int, started: int) -> int | None:
 
 def start_of(pid: int) -> int:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()  # a name is cut after 15 bytes, if need be inside a letter
     except OSError:
         return 0
-    return int(stat.rpartition(")")[2].split()[19])
+    return int(stat.rpartition(b")")[2].split()[19])
 
 
 def _peer_pidfd(sock: socket.socket, pid: int) -> int | None:
