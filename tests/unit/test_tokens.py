@@ -146,15 +146,32 @@ def test_presence_is_asked_only_for_chunks_of_the_lookup(lookup):
     assert asked <= set(range(chunks))
 
 
-@pytest.mark.parametrize("window", [ALL, 1, 3, 100])
-def test_a_lone_group_is_asked_about_each_chunk_at_most_once(window):
+@pytest.mark.parametrize(
+    "windows", [[ALL], [1], [3], [100], [100, 100], [512, 512], [512, ALL], [ALL, 300, 7, 512]]
+)
+def test_a_group_is_asked_about_each_chunk_at_most_once(windows):
+    """Also where the gaps of one move the end of the others' windows again and again."""
     asked = []
 
-    def every_fourth_is_gone(group, chunk):
-        asked.append(chunk)
-        return chunk % 4 > 0
+    def every_fourth_of_the_last_is_gone(group, chunk):
+        asked.append((group, chunk))
+        return group < len(windows) - 1 or chunk % 4 > 0
 
-    fold_windows(512, [window], every_fourth_is_gone)
+    fold_windows(512, windows, every_fourth_of_the_last_is_gone)
+    assert len(asked) == len(set(asked))
+
+
+@settings(deadline=None)
+@given(lookups())
+def test_so_it_is_whatever_is_there(lookup):
+    chunks, windows, present = lookup
+    asked = []
+
+    def noted(group, chunk):
+        asked.append((group, chunk))
+        return present[group][chunk]
+
+    fold_windows(chunks, windows, noted)
     assert len(asked) == len(set(asked))
 
 

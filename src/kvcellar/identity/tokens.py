@@ -41,18 +41,19 @@ def fold_windows(chunks: int, windows: Sequence[int | None], present: Callable[[
     for group, window in enumerate(windows):
         if window is None:
             hit = next((chunk for chunk in range(hit) if not present(group, chunk)), hit)
+    low = [hit] * len(windows)  # of each group: chunks [low, hit) are there, and are not asked for again
     settled = False
     while hit and not settled:
         settled = True
         for group, window in enumerate(windows):
             if window is None:
                 continue
-            # A gap at chunk g spoils every hit that ends in (g, g + window], and this one does: go on from g.
-            gap = next(
-                (c for c in range(hit - 1, max(hit - window, 0) - 1, -1) if not present(group, c)), None
-            )
-            if gap is not None:
-                hit, settled = gap, False
+            need, at = max(hit - window, 0), min(low[group], hit)
+            while at > need and present(group, at - 1):
+                at -= 1
+            if at > need:  # A gap spoils every hit that ends in the window behind it: go on from the gap.
+                hit, settled = at - 1, False
+            low[group] = at
     return hit
 
 
