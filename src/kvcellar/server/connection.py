@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 
 # Requests of one connection that wait for something, at most.
 _MAX_WAITING = 256
-# Messages that one connection may have answered before the others get their turn: 1 to 20 ms.
-_TURN = 64
+# Messages that one connection may have answered before the others get their turn, and seconds after which it
+# begins no other: a message may have hundreds of operations.
+_TURN, _TURN_S = 64, 0.005
 # What a client may leave unread: past the first it is not read from, past the second it is cut off.
 _SLOW_BYTES, _DEAD_BYTES = 1 << 20, 64 << 20
 # A connection must say who it is within this time.
@@ -73,11 +74,15 @@ class Connection(asyncio.Protocol):
             return  # whoever said it is gone or was replaced: what it is granted nobody would give back
         if self._paused:
             return  # resume_writing goes on
+        loop = asyncio.get_running_loop()
+        end = loop.time() + _TURN_S
         try:
             for message in itertools.islice(self._reader.messages(), _TURN):
                 self._on_message(message)
                 if self._paused or self._transport is None:
                     return
+                if loop.time() >= end:
+                    break
         except CellarError as error:
             self.refuse(error)
         if self._transport is None:
@@ -85,7 +90,7 @@ class Connection(asyncio.Protocol):
         if self._reader.has_frame:
             self._transport.pause_reading()
             self._in_line = True
-            asyncio.get_running_loop().call_soon(self._drain_reader)
+            loop.call_soon(self._drain_reader)
         elif self._in_line:
             self._in_line = False
             self._transport.resume_reading()
