@@ -1,5 +1,7 @@
 """A real server with a disk tier, and engines that compare every byte: write-back, prefetch, restart."""
 
+import os
+import resource
 import signal
 from pathlib import Path
 
@@ -352,3 +354,27 @@ def test_a_lookup_is_answered_within_its_time_by_a_slow_tier_with_what_has_come(
     grant = one.bring(100, wait=5.0)
     assert 0 < grant.chunks < 100
     check(one, grant)
+
+
+def test_what_tiers_read_and_write_leaves_descriptors_for_connections(cold, engine, raw):
+    """The server maps a slab when a tier first uses it, and each takes a descriptor more."""
+    engine("tp2", session="first").store(4)
+    cold.settled()
+    cold.wipe()
+    second = engine("tp2", session="second")
+    cold.has_grown(8)
+    limits = resource.prlimit(cold.server.pid, resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir(f"/proc/{cold.server.pid}/fd")}
+    lowest = min(set(range(len(used) + 1)) - used)
+    resource.prlimit(cold.server.pid, resource.RLIMIT_NOFILE, (lowest + 100, limits[1]))
+    assert second.bring(4).chunks == 0
+    second.store(4, seed=1)
+    assert cold.settled().dropped["failed"] == 4
+    assert second.hit(4, seed=1) == 4
+    raw(hello(session="another"))
+    resource.prlimit(cold.server.pid, resource.RLIMIT_NOFILE, limits)
+    grant = second.bring(4)
+    assert grant.chunks == 4
+    check(second, grant)
+    second.store(4, seed=2)
+    assert cold.settled().dropped["failed"] == 4

@@ -1,6 +1,8 @@
 """The arena on real files: a hard limit, and only what can be believed is adopted."""
 
+import contextlib
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -150,6 +152,23 @@ def test_error_at_any_file_of_a_rack_leaves_no_file_and_no_descriptor(serve, fol
         arena.create(TP2, spec)
     assert files(folder) <= {"namespace"}
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("left", "is_mapped"), [(128, False), (129, True)])
+def test_a_slab_is_mapped_by_the_server_only_where_that_leaves_descriptors_for_others(serve, left, is_mapped):
+    rack = grow(serve(), TP2)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest := os.dup(0))
+    before = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + left, limits[1]))
+    try:
+        with contextlib.nullcontext() if is_mapped else pytest.raises(OSError, match="Too many open files"):
+            slab = rack.map(1)
+            slab.slot(0)[:] = 42
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(os.listdir("/proc/self/fd")) == before + is_mapped
+    assert set(Slab(rack.descriptors[1], rack.spec.shapes[1]).slot(0).tolist()) == {42 if is_mapped else 0}
 
 
 # -- stripe tables -------------------------------------------------------------------------------------------

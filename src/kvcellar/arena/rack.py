@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvcellar.arena.table import StripeTable, TableId, table_bytes
 from kvcellar.errors import Corrupt
-from kvcellar.slab import SlabShape
+from kvcellar.slab import Slab, SlabShape
 
 # Descriptors that are left for connections and tiers, however much memory there is to be had.
 _SPARE = 128
@@ -90,6 +90,15 @@ class Rack:
             _close(descriptors)
             raise
         return cls(spec, table, descriptors)
+
+    def map(self, shard: int) -> Slab:
+        """For the server itself. As long as it is mapped it takes one more descriptor: Python's mmap keeps a
+        duplicate.
+        """
+        lowest = os.dup(self.descriptors[shard])
+        os.close(lowest)
+        _check_descriptors(lowest)
+        return Slab(self.descriptors[shard], self.spec.shapes[shard])
 
     def remove(self) -> None:
         _unlink(self.spec)

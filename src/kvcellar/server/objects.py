@@ -86,11 +86,11 @@ class Objects:
         ]
 
     def _buffer(self, goods: Goods, group: int, shard: int, place: Place) -> Buffer:
+        """Raises OSError or Corrupt where the slab cannot be mapped."""
         key, slot = RackKey(goods.namespace_id, group, rack_of(place)), slot_of(place)
         slab = self._slabs.get((key, shard))
         if slab is None:
-            rack = self._arena.racks[key]
-            slab = self._slabs[key, shard] = Slab(rack.descriptors[shard], rack.spec.shapes[shard])
+            slab = self._slabs[key, shard] = self._arena.racks[key].map(shard)
         header = slab.headers[slot : slot + 1].view(np.uint8)
         return Buffer(header.data, slab.slot(slot).data, goods.size(group, shard), slab.memory)
 
