@@ -136,6 +136,77 @@ def test_a_missing_package_is_said(tmp_path):
     assert "needs the package redis: pip install 'kvcellar[redis]'" in found.stdout
 
 
+@pytest.fixture
+def broken(install, tmp_path):
+    """broken("import gone"): the scheme of a package whose module is this."""
+
+    def broken(source: str) -> str:
+        (tmp_path / "broken_tier.py").write_text(source)
+        install("broken", tmp_path / "broken_tier.py", "open_broken")
+        return "broken"
+
+    return broken
+
+
+BROKEN_ENGINE = """
+class Engine:
+    def __init__(self, bad): self.bad = bad
+    def write(self, name, source): self.do("write")
+    def exist(self, names): return [False for _ in names]
+    def read(self, name, target): return False
+    def delete(self, names): self.do("delete")
+    def close(self): pass
+    def do(self, what):
+        if what in self.bad: raise {error}
+
+def open_broken(url, options):
+    engine = Engine(options["bad"])
+    engine.do("open")
+    return engine
+"""
+
+
+@pytest.mark.parametrize("error", ["ValueError('cannot ' + what)", "OSError(5, 'cannot ' + what)"])
+@pytest.mark.parametrize("bad", ["open", "write", "write,delete"])
+def test_an_engine_that_breaks_is_a_finding_and_the_others_are_examined(broken, error, bad):
+    scheme = broken(BROKEN_ENGINE.format(error=error))
+    found = doctor("--json", "--tier", f"{scheme}://u:tops3cret@h?bad={bad}", "--tier", "memory://")
+    assert "Traceback" not in found.stderr
+    assert found.returncode == 1
+    first, second = json.loads(found.stdout)
+    assert (first["tier"], first["ok"], second["ok"]) == ("broken://h", False, True)
+    assert first["problem"].startswith("it broke: " + error.partition("(")[0])
+    assert first["problem"].endswith("cannot " + bad.partition(",")[0])
+    assert "tops3cret" not in found.stdout + found.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("from json import nowhere", "ImportError: cannot import name 'nowhere'"),
+        ("", "AttributeError: module 'broken_tier' has no attribute 'open_broken'"),
+        ("def open_broken(:", "SyntaxError"),
+        ("raise RuntimeError('two\\nlines')", r"RuntimeError: two\nlines"),
+    ],
+)
+def test_a_package_that_cannot_be_loaded_is_said_in_one_line(broken, source, why, tmp_path):
+    url = f"{broken(source)}://u:tops3cret@h"
+    said = f"--tier broken://...: cannot be loaded: {why}"
+    found = doctor("--tier", url, "--tier", "memory://")
+    assert found.returncode == 1
+    assert f"FAIL broken://h\n     {said}" in found.stdout
+    assert "ok   memory://" in found.stdout
+    where = ["--socket", str(tmp_path / "s"), "--folder", str(tmp_path / "memory")]
+    command = [sys.executable, "-m", "kvcellar", "serve", "--memory", "1MiB", *where, "--tier", url]
+    served = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert served.returncode == 2
+    assert served.stderr.splitlines()[-1].startswith(f"kvcellar: {said}")
+    everything = found.stdout + found.stderr + served.stderr
+    assert "Traceback" not in everything
+    assert "tops3cret" not in everything
+
+
 def test_help_teaches():
     text = doctor("--help").stdout
     assert "kvcellar doctor --tier 'redis://" in text

@@ -93,6 +93,8 @@ def _examine(url: str) -> Finding:
             return _measure(label, time.perf_counter() - start, engine)
     except CellarError as error:
         return Finding(label, str(error))
+    except Exception as error:  # noqa: BLE001 - engines of others may break in any way
+        return Finding(label, f"it broke: {type(error).__name__}: {error}")
 
 
 @contextmanager
@@ -146,7 +148,7 @@ def _cleaned(engine: Engine, names: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(EngineError):  # what it says first is what is wrong with it
+        with suppress(Exception):  # what it says first is what is wrong with it
             engine.delete(names)
         raise
     engine.delete(names)

@@ -42,7 +42,7 @@ class TierSpec(NamedTuple):
 
 
 def parse_spec(text: str) -> TierSpec:
-    """Raises ConfigError if it is no URL, or nobody knows the scheme."""
+    """Raises ConfigError if it is no URL, nobody knows the scheme, or what has it cannot be loaded."""
     url, _, query = text.partition("?")
     try:
         scheme = urlsplit(url).scheme
@@ -79,7 +79,12 @@ def _factory(scheme: str) -> Factory:
             f"--tier {scheme}://...: unknown; known are {known}. A package adds one by an entry point in "
             f"the group {GROUP!r}"
         )
-    return cast(Factory, added[scheme].load())
+    try:
+        return cast(Factory, added[scheme].load())
+    except Exception as error:  # noqa: BLE001 - packages of others may break in any way
+        raise ConfigError(
+            f"--tier {scheme}://...: cannot be loaded: {type(error).__name__}: {error}"
+        ) from None
 
 
 def label_of(url: str) -> str:
