@@ -2,6 +2,7 @@
 of blocks is a stand-in here, which counts references; with the real one, tests/vllm has whole engines.
 """
 
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 
 from tests.alone import load
 from tests.server.conftest import ServerProcess
-from tests.server.engine import Engine
+from tests.server.engine import Engine, eventually
 from tests.support import keys
 
 stores, tracked = load("stores"), load("tracked")
@@ -77,6 +78,11 @@ class Steps:
         self.client.flush()
         assert self.hit(1, seed=0) == 1  # answered after all that was sent before it
         return list(jobs)
+
+    def ready(self) -> None:
+        """There is a server again, and it knows all of us."""
+        eventually(lambda: self.hit(1, seed=0) == 1)
+        self._engine.ready()
 
     def hit(self, chunks: int, seed: int) -> int:
         return self._engine.hit(chunks, seed)
@@ -251,3 +257,45 @@ def test_of_blocks_that_have_slid_out_only_the_other_groups_are_stored(steps: Ca
     engine.step()
     engine.copy(engine.step())
     assert engine.hit(2, seed=1) == 0
+
+
+def test_what_a_lost_connection_left_unanswered_is_asked_again_however_often(
+    steps: Callable[..., Steps], server: ServerProcess
+) -> None:
+    engine = steps()
+    prompt = engine.request(3, seed=1)
+    for _ in range(tracked._TRIES + 1):
+        server.signal(signal.SIGSTOP)
+        engine.stores.plan(engine.client, prompt, 3 * CHUNK)
+        engine.client.flush()
+        assert engine.pool.held == 3 * PER_CHUNK
+        server.restart()
+        engine.ready()
+        assert engine.stores.collect(engine.client) == []
+        assert engine.stores.collect(engine.client) == []
+        assert engine.pool.held == 0
+    engine.step(prompt)
+    engine.step()
+    [job] = engine.step()
+    engine.copy([job])
+    assert engine.hit(3, seed=1) == 3
+
+
+def test_without_a_server_nothing_is_held(steps: Callable[..., Steps], server: ServerProcess) -> None:
+    engine = steps()
+    prompt = engine.request(3, seed=1)
+    server.kill()
+    assert engine.hit(1, seed=0) == 0  # by now it knows
+    eventually(lambda: not engine.client.is_connected)
+    for _ in range(tracked._TRIES + 1):
+        engine.stores.plan(engine.client, prompt, 3 * CHUNK)
+        assert engine.pool.held == 0
+        engine.client.flush()
+        assert engine.stores.collect(engine.client) == []
+    server.start()
+    engine.ready()
+    engine.step(prompt)
+    engine.step()
+    [job] = engine.step()
+    engine.copy([job])
+    assert engine.hit(3, seed=1) == 3

@@ -141,6 +141,11 @@ class SchedulerClient:
         link = self._link
         return link is not None and link.has_tiers
 
+    @property
+    def is_connected(self) -> bool:
+        """As far as is known: what is asked may still get no answer."""
+        return self._link is not None
+
     def expect(self, keys: Sequence[ChunkKey], wait: float) -> Expected:
         """A request with these chunks waits to be scheduled. From the next flush on, the server reads for up
         to `wait` seconds what tiers have of it, and keeps that until `no_longer`, after the lookup.

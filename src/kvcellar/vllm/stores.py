@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcellar.client import Grant, SchedulerClient
+from kvcellar.errors import Disconnected
 from kvcellar.identity import ChunkKey, Namespace, block_range
 from kvcellar.slab import NO_PLACE
 from kvcellar.vllm.jobs import Job, group_copy
@@ -109,7 +110,9 @@ class Stores:
             self._plan(client, tracked)
 
     def _plan(self, client: SchedulerClient, tracked: Tracked) -> None:
-        """What is ready."""
+        """What is ready, as soon as there is a server."""
+        if not client.is_connected:
+            return
         namespace, chunks = client.namespace, range(tracked.planned, tracked.ready)
         has = [_which(namespace, group, blocks, chunks) for group, blocks in enumerate(tracked.blocks)]
         # Runs of chunks that have blocks in the same groups: a window group has none for what has slid out.
@@ -171,7 +174,7 @@ class Stores:
                 client.forget(grant.lease)
             return None
         if grant.chunks < len(plan.keys):
-            plan.tracked.refused(plan.first + grant.chunks)
+            plan.tracked.refused(plan.first + grant.chunks, unheard=grant.reason == Disconnected.code)
         copies, kept = [], []
         for group, row in zip(plan.blocks, grant.places, strict=False):
             places = {chunk: place for chunk, place in enumerate(row.tolist()) if place != NO_PLACE}

@@ -35,10 +35,12 @@ class Tracked:
         self._hashes_per_chunk = hashes_per_chunk
         self._adapter = adapter  # digest of a LoRA adapter; None: not known what it is, so no chunk has a key
 
-    def refused(self, chunk: int) -> None:
-        """There was no room for this chunk and those after it: there may be at a later step."""
-        if self._patience:
-            self._patience -= 1
+    def refused(self, chunk: int, *, unheard: bool) -> None:
+        """There was no room for this chunk and those after it: there may be at a later step. Or, `unheard`,
+        the connection was lost before the answer, as when a step takes longer than answers may lie unread.
+        """
+        if self._patience or unheard:
+            self._patience -= not unheard
             self.plan_from(min(self.planned, chunk))
 
     def plan_from(self, chunk: int) -> None:
