@@ -82,8 +82,15 @@ class _Facade(KVConnectorBase_V1):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.tensor_layout()
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        self._worker.take(self._get_connector_metadata())
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Before the step's forward is launched. Newer vLLM calls start_load_kv only after it, and copies
+        that wait for what was launched before them would wait for a whole step more.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.take(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """They have been."""
 
     def has_connector_metadata(self) -> bool:
         """Asked by every layer, and nobody else: is the connector to hear of it? There is nothing to do."""
@@ -98,7 +105,7 @@ class _Facade(KVConnectorBase_V1):
         """Whole chunks are stored after the step."""
 
     def wait_for_save(self) -> None:
-        self._worker.take(self._get_connector_metadata())
+        """Stores hold their blocks: nobody has to wait."""
 
     # Per step, the next five come in this order: the first takes a snapshot, the others tell more of it.
 

@@ -121,7 +121,7 @@ class WorkerSide:
         return self._layout
 
     def take(self, metadata: CellarMetadata) -> None:
-        """Start this step's copies; asking twice starts them once.
+        """Start this step's copies.
 
         What is stored was computed by an earlier step, and loads go to blocks that no step uses: so they may
         start before this step's forward.
@@ -130,7 +130,6 @@ class WorkerSide:
             self._use(metadata.namespace)
         if self._copier is not None:
             self._copier.add(metadata.loads, metadata.stores)
-            metadata.loads, metadata.stores = [], []
             self._idle = metadata.idle
 
     def _use(self, encoded: bytes) -> None:
