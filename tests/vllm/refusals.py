@@ -39,12 +39,10 @@ def main() -> None:
     model, folder = sys.argv[1], Path(sys.argv[2])
     set_environment(ranks=1)
     os.environ["HF_HOME"] = str(folder / "home")
-    said = (
-        _of_layers(make_config(model))
-        | _of_engines(model)
-        | _of_memory(make_config(model), folder / "socket")
-    )
-    said |= _of_steps(model, folder / "socket")
+    socket = folder / "socket"
+    said = _of_layers(make_config(model)) | _of_engines(model) | _of_memory(make_config(model), socket)
+    said |= _of_steps(model, socket)
+    said |= _of_hosts(make_config(model, kv_transfer_config=make_transfer(str(socket))), socket)
     said |= _of_names(model, folder / "home" / "hub" / "models--some--model")
     (folder / "config.json").write_text(json.dumps(BERT))
     bert = make_config(str(folder), runner="pooling", load_format="dummy", max_model_len=128)
@@ -194,6 +192,22 @@ def _of_steps(model: str, socket: Path) -> dict[str, str]:
     return found
 
 
+def _of_hosts(config: Any, socket: Path) -> dict[str, str]:
+    """What the scheduler side says when it hears of a rank that is here, and of one that is not."""
+    from kvcellar.vllm.identity import block_bytes  # noqa: PLC0415
+    from kvcellar.vllm.metadata import TensorLayout  # noqa: PLC0415
+    from kvcellar.vllm.scheduler import SchedulerSide  # noqa: PLC0415
+
+    found, layers = {}, make_layers([full_attention()])
+    here = TensorLayout(block_bytes(layers))
+    for name, other in (("one host", here), ("two hosts", dataclasses.replace(here, host="another"))):
+        side = SchedulerSide(config, layers, _options(socket, name), "")
+        side.set_layouts({(0, 0): here, (0, 1): other})
+        found[name] = side._problem
+        side.close()
+    return found
+
+
 def _of_a_step(rank: Any) -> str:
     """Of the first one, without a forward: did it find a mover, and did it wait for loads, and how?"""
     from kvcellar.vllm.metadata import CellarMetadata  # noqa: PLC0415
@@ -222,11 +236,15 @@ class Watched:
 
 
 def _rank(config: Any, layer: Any, socket: Path, session: str) -> Any:
-    from kvcellar.vllm.options import Options  # noqa: PLC0415
     from kvcellar.vllm.worker import WorkerSide  # noqa: PLC0415
 
-    options = Options(socket, session, require=False, lookup_timeout=1.0, tenant="", staging_bytes=0)
-    return WorkerSide(config, make_layers([layer]), options)
+    return WorkerSide(config, make_layers([layer]), _options(socket, session))
+
+
+def _options(socket: Path, session: str) -> Any:
+    from kvcellar.vllm.options import Options  # noqa: PLC0415
+
+    return Options(socket, session, require=False, lookup_timeout=1.0, tenant="", staging_bytes=0)
 
 
 def full_attention() -> Any:

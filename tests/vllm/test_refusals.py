@@ -27,6 +27,7 @@ REFUSED = {
     "two tensors": "layer layer 0: its state is not one tensor",
     "a commit, untold, tensorizer": NO_COMMIT,
     "another commit, untold, auto": NO_COMMIT,
+    "two hosts": "it runs on several hosts, and a server has the KV of one",
     "bert": "vLLM does not support prefix caching for this model, or its way of pooling",
 }
 
@@ -49,7 +50,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_a_plain_engine_is_supported(said: dict[str, str]) -> None:
-    assert said["supported"] == said["whole pages"] == said["ec_producer"] == ""
+    assert said["supported"] == said["whole pages"] == said["ec_producer"] == said["one host"] == ""
 
 
 def test_a_worker_side_knows_whether_vllm_schedules_ahead(said: dict[str, str]) -> None:

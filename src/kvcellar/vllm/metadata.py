@@ -6,6 +6,7 @@ failed.
 
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -44,3 +45,12 @@ class TensorLayout(KVConnectorHandshakeMetadata):
     groups: list[dict[str, int]]  # by group: bytes of a block, by layer
     layers: dict[str, str] = field(default_factory=dict)  # what one block is made of
     problem: str = ""  # why this rank cannot take part
+    host: str = field(default_factory=lambda: this_host())  # where this rank runs
+
+
+def this_host() -> str:
+    """The same in every process and container of a host, until it boots again. Empty if it is not told."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -28,7 +28,7 @@ from kvcellar.vllm.compat import derive_hash_seed, hash_block_tokens, warn_if_op
 from kvcellar.vllm.hashes import cover as hashes_cover
 from kvcellar.vllm.identity import check_supported, make_namespace
 from kvcellar.vllm.jobs import GroupCopy, Job
-from kvcellar.vllm.metadata import CellarMetadata, TensorLayout, WorkerReport
+from kvcellar.vllm.metadata import CellarMetadata, TensorLayout, WorkerReport, this_host
 from kvcellar.vllm.near import landed_of
 from kvcellar.vllm.options import Options
 from kvcellar.vllm.patience import Patience
@@ -101,6 +101,8 @@ class SchedulerSide:
         """What every rank has, by pipeline stage and rank within it; at the engine's start."""
         self._stages = [layouts[stage, 0] for stage in range(1 + max(stage for stage, _ in layouts))]
         problems = [layout.problem for layout in layouts.values() if layout.problem]
+        if any(layout.host != this_host() for layout in layouts.values()):
+            problems.append("it runs on several hosts, and a server has the KV of one")
         if any(layout != self._stages[stage] for (stage, _), layout in layouts.items()):
             problems.append("ranks of one pipeline stage have different KV")
         if problems and not self._problem:
