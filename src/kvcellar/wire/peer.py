@@ -85,7 +85,7 @@ def open_process(pid: int, started: int) -> int | None:
 
 def start_of(pid: int) -> int:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()  # a name is cut after 15 bytes, if need be inside a letter
+        stat = Path(f"/proc/{pid}/stat").read_bytes()  # a name may end inside a letter
     except OSError:
         return 0
     return int(stat.rpartition(b")")[2].split()[19])
