@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvcellar.errors import BadRequest, UnknownNamespace, WrongOwner
 from kvcellar.identity import ParallelStrategy, needed_chunks
-from kvcellar.ledger import NO_LEASE, SCHEDULER, Ledger, Stripe
+from kvcellar.ledger import NO_LEASE, SCHEDULER, Ledger
 from kvcellar.ledger.room import Room
 from kvcellar.slab import place_of
 from tests.support import FREE, READY, WRITING, Engine, MemoryTable, full_group, keys, namespace, window_group
@@ -92,21 +92,6 @@ def test_stripe_in_writing_is_never_evicted(small):
     write = small.reserve([A, B, C, D])
     assert small.reserve([X]).chunks == 0
     assert small.commit(write) == 4
-
-
-def test_while_all_is_being_read_a_reserve_does_not_look_at_it_again(small, monkeypatch):
-    small.store([A, B, C, D])
-    read = small.lookup([A, B, C, D])
-    assert small.reserve([X]).chunks == 0
-    shelf = small.room.shelves[0]
-    looks: list[Stripe] = []
-    monkeypatch.setattr(shelf, "_may_go", looks.append)
-    assert small.reserve([X], D).chunks == small.reserve([Y]).chunks == 0
-    assert looks == []
-    monkeypatch.undo()
-    small.release(read, 0, 3, 4)
-    assert small.reserve([X], D).chunks == 0, "D stays: it is what X follows"
-    assert small.reserve([Y]).chunks == 1, "and goes for somebody else"
 
 
 def test_reserve_never_evicts_the_prefix_that_it_continues(small):

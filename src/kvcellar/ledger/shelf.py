@@ -22,6 +22,8 @@ from kvcellar.slab import Place, place_of, rack_of, slot_of
 
 # How many ancestors are looked at; who has more is not tied to its parent where there is a doubt.
 _NEAR = 512
+# Stripes that are kept in mind because they may be able to go; with more, the policy looks for itself.
+_FEW = 64
 
 
 class Table(Protocol):
@@ -57,7 +59,8 @@ class Shelf:
         self._vacated = 0  # of the free places: those that temporary stripes have left
         self._limbo: list[Place] = []
         self._hidden = 0
-        self._stuck = False  # nothing may go, and nothing has changed since that was found
+        # After the policy found nothing that may go: whatever may since then, or could. None: ask the policy.
+        self._loose: set[Stripe] | None = None
         self._guarded = False  # engines of an earlier server may be about: evict nothing, reuse nothing
         self._policy = policy or DefaultPolicy()
         self._sketch = sketch
@@ -119,7 +122,7 @@ class Shelf:
     def _unpin(self, stripe: Stripe) -> None:
         stripe.pins -= 1
         if not stripe.pins:
-            self._stuck = False
+            self._loosen(stripe)
             if stripe.temporary:
                 self.remove(stripe, "temporary")
 
@@ -149,7 +152,7 @@ class Shelf:
                 continue
             self.tables[rack_of(stripe.place)].publish(slot_of(stripe.place))
             stripe.ready = True
-            self._stuck = False
+            self._loosen(stripe)
             self._policy.admit(stripe)
             published += 1
         return published
@@ -214,7 +217,7 @@ class Shelf:
             stripe = Stripe(key, place_of(number, slot), parent, ready=True)
             self._add_key(stripe)
             self._add_child(parent)
-            self._stuck = False
+            self._loosen(stripe)
             self._policy.admit(stripe)
         self._limbo.extend(place_of(number, slot) for slot in unusable)
         used = kept | set(unusable)
@@ -267,11 +270,15 @@ class Shelf:
     # -- inside -----------------------------------------------------------------------------------------
 
     def _evict_one(self) -> bool:
-        if self._guarded or self.pinned or self._stuck:
+        if self._guarded or self.pinned:
             return False
+        if self._loose is not None:
+            self._loose = {one for one in self._loose if one.indexed and self._may_go(one)}
+            if not self._loose:
+                return False
         victim = self._policy.evict(self._may_go)
         if victim is None:
-            self._stuck = True  # or every reserve would look at every stripe, while all are being read
+            self._loose = set()  # or every reserve would look at every stripe, while all are being read
             return False
         self._drop_key(victim)
         self.left_by["evicted"] += 1
@@ -280,6 +287,13 @@ class Shelf:
 
     def _may_go(self, stripe: Stripe) -> bool:
         return not stripe.pins and stripe.key not in self._children
+
+    def _loosen(self, stripe: Stripe) -> None:
+        """Its last reader or child is gone, or it is new."""
+        if self._loose is not None:
+            self._loose.add(stripe)
+            if len(self._loose) > _FEW:
+                self._loose = None
 
     def _unindex(self, stripe: Stripe) -> None:
         self._drop_key(stripe)
@@ -321,7 +335,8 @@ class Shelf:
             if not self._children[parent]:
                 del self._children[parent]
                 stripe = self._index.get(parent)
-                self._stuck = self._stuck and (stripe is None or not stripe.ready or bool(stripe.pins))
+                if stripe is not None and stripe.ready and not stripe.pins:
+                    self._loosen(stripe)
 
     def _release_place(self, stripe: Stripe) -> None:
         table, slot = self.tables[rack_of(stripe.place)], slot_of(stripe.place)
