@@ -3,9 +3,10 @@
 import pytest
 from msgspec import structs
 
-from kvcellar.errors import UnknownNamespace
+from kvcellar.errors import BadRequest, UnknownNamespace
 from kvcellar.identity import ParallelStrategy
-from kvcellar.ledger import NO_LEASE
+from kvcellar.ledger import NO_LEASE, SCHEDULER
+from kvcellar.ledger.ledger import MAX_NAMESPACES
 from kvcellar.slab import NO_PLACE
 from tests.support import Engine, full_group, keys, namespace, window_group
 
@@ -41,6 +42,19 @@ def test_same_name_with_another_kv_dtype_shares_nothing(ledger, one):
     other = Engine(ledger, namespace(kv_dtype="fp8"), "other")
     one.store([A])
     assert (other.hit([A]), other.reserve([A]).places) == (0, [[0]])
+
+
+def test_a_session_has_few_namespaces_and_a_refused_one_leaves_nothing(ledger, one):
+    """Each has its share of memory: who had many would take that of others."""
+    many = [namespace(weights_generation=number) for number in range(1, MAX_NAMESPACES + 1)]
+    for spec in many[:-1]:
+        ledger.register(one.session, 0, spec)
+    with pytest.raises(BadRequest, match="8 namespaces at most"):
+        ledger.register(one.session, 0, many[-1])
+    assert many[-1].id not in ledger.rooms
+    ledger.register(one.session, 0, many[0])
+    ledger.register(one.session, SCHEDULER, many[-1])
+    assert one.session.namespaces == {many[-1].id}
 
 
 def test_namespace_is_shared_by_all_who_register_it_and_its_data_outlives_them(ledger):

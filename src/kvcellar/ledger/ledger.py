@@ -31,6 +31,7 @@ from kvcellar.sketch import OwnSketch
 from kvcellar.slab import NO_PLACE
 
 NO_LEASE = LeaseId(0)
+MAX_NAMESPACES = 8  # of a session; while weights are updated it has two
 
 
 class Granted(NamedTuple):
@@ -96,8 +97,11 @@ class Ledger:
 
     def register(self, session: Session, rank: int, namespace: Namespace) -> Room:
         """The engine works with this namespace. Its scheduler knows of one at a time: after an update of the
-        weights the last one is nobody's, unless others use it too.
+        weights the last one is nobody's, unless others use it too. Memory is shared out among namespaces, so
+        nobody may have many.
         """
+        if rank != SCHEDULER and len(session.namespaces | {namespace.id}) > MAX_NAMESPACES:
+            raise BadRequest(f"a session works with {MAX_NAMESPACES} namespaces at most")
         room = self.open_room(namespace)
         if rank == SCHEDULER:
             session.namespaces.clear()
