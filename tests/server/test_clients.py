@@ -4,7 +4,7 @@ import errno
 import socket
 import threading
 
-from kvcellar.client import SchedulerClient, WorkerClient, backoff, scheduler
+from kvcellar.client import SchedulerClient, WorkerClient, backoff, scheduler, worker
 from kvcellar.client.slabs import fetch_sketch
 from kvcellar.wire import messages as m
 from tests.server.engine import NAMESPACES, PATIENCE, eventually
@@ -85,3 +85,11 @@ def test_a_client_that_had_no_descriptors_left_comes_back(server, engine, monkey
         server.restart()
         assert refused.wait(PATIENCE)
     one.ready()
+
+
+def test_what_a_rank_says_while_there_is_no_server_does_not_pile_up(tmp_path):
+    rank = WorkerClient(tmp_path / "nobody", "engine", 0)
+    for lease in range(10_000):
+        rank.abort(lease, 0, 1)
+    assert rank._queue == [m.Abort(lease, 0, 1) for lease in range(10_000)][-worker._MAX_EARLY :]
+    rank.close()

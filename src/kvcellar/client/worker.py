@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 _CONNECT_S = 2.0
 _SEND_S = 1.0
 _MAP_S = 2.0
+_MAX_EARLY = 4096  # messages kept while there is no server: the newest may be for the one to come
 _MISSING_MS = 500  # until a rack that could not be mapped is tried again
 
 Slots = Callable[[int, Place], Slot]
@@ -161,6 +162,8 @@ class WorkerClient:
             # out.
             self._queue.append(op)
             self._outstanding += self._epoch != 0
+            if not self._epoch:
+                del self._queue[:-_MAX_EARLY]
         self._wake()
 
     def _is_valid(self, lease: int) -> bool:
