@@ -4,7 +4,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,8 +14,7 @@ import pytest
 
 from kvcellar.config import Settings
 from kvcellar.errors import Unavailable
-from kvcellar.ledger import Ledger
-from kvcellar.server import Server, members
+from kvcellar.server import Server
 from kvcellar.wire import messages as m
 from kvcellar.wire import peer
 from tests.server.engine import NAMESPACES, eventually
@@ -454,29 +452,3 @@ def test_a_server_that_is_the_first_of_its_pid_namespace_knows_engines_of_anothe
         one.close()
     finally:
         stopped_server.kill()  # unshare passes no other signal on
-
-
-# -- where the kernel cannot tell who lives
-
-
-def test_without_a_pidfd_a_lost_connection_is_waited_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(members, "QUARANTINE_S", 0.05)
-    monkeypatch.setattr(peer, "_peer_pidfd", lambda _sock, _pid: None)
-
-    class NoLink:
-        def send(self, _message): ...
-        def close(self): ...
-
-    async def live():
-        ledger, link = Ledger(epoch=1, hold_limit=1 << 20), NoLink()
-        everybody = members.Members(ledger, tmp_path / "roster", lambda: None)
-        for _ in range(2):  # the second time as somebody who came back
-            rank = everybody.attach(hello("worker"), peer.Peer(near), link)
-            everybody.lost(rank, link)
-            assert "raw" in ledger.sessions
-        await asyncio.sleep(0.1)
-        assert ledger.sessions == {}
-
-    near, far = socket.socketpair()
-    with near, far:
-        asyncio.run(live())

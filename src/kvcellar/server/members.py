@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from kvcellar.arena import RackKey
-from kvcellar.errors import RankTaken, Unavailable, WrongOwner
+from kvcellar.errors import Forbidden, RankTaken, Unavailable, WrongOwner
 from kvcellar.ledger import SCHEDULER, LeaseId, Ledger, Session
 from kvcellar.wire import Peer, Process, open_process
 from kvcellar.wire.messages import Hello, Message
@@ -72,6 +72,11 @@ class Members:
     # -- coming and going -------------------------------------------------------------------------------
 
     def attach(self, hello: Hello, peer: Peer, link: Link) -> Member:
+        if not peer.process.same_as(peer.process):
+            raise Forbidden(
+                "the server cannot tell this process from others: let them share a pid namespace (docker run "
+                "--pid=host), run the server outside of containers, or use Linux 6.9"
+            )
         rank = SCHEDULER if hello.role == "scheduler" else hello.rank
         is_back = self._admit(hello.session, rank, peer)
         if rank != SCHEDULER:
