@@ -388,7 +388,6 @@ def test_output_that_goes_nowhere_is_one_line(server):
 def test_trouble_with_a_file_names_the_file(stopped_server):
     roster = stopped_server.folder / "roster"
     assert stopped_server.start().stop() == 0
-    roster.unlink()
     roster.mkdir()
     said = refused(*stopped_server.where(), "--memory", "1MiB")
     assert said == f"kvcellar: cannot go on: Is a directory: {roster}\n"
