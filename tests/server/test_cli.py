@@ -432,10 +432,17 @@ def test_places_that_cannot_be_used_are_refused_with_advice(tmp_path):
         assert "choose another --socket" in refused("--socket", path, "--folder", tmp_path / "shm", *small)
 
 
-def test_ctrl_c_stops_in_order(server):
-    server.signal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_and_a_terminal_that_is_closed_stop_it_in_order(server, number):
+    server.signal(number)
     assert server.wait() == 0
     assert "stopped; 0 MiB stay in" in server.log.read_text()
+
+
+def test_under_nohup_a_terminal_that_is_closed_does_not_stop_it(stopped_server):
+    stopped_server.wrapper = ["nohup"]
+    stopped_server.start().signal(signal.SIGHUP)
+    assert stopped_server.answers()
 
 
 def test_ctrl_c_while_modules_are_imported_is_no_stack_trace(tmp_path):

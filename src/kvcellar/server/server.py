@@ -136,8 +136,9 @@ class Server:
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
         self._hurry = self._stop.is_set()  # the second signal: do not wait for anybody
