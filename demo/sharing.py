@@ -114,9 +114,11 @@ def play(stage: Stage) -> str:
     screen.expect(again.reused == whole, "A's work survived in shared memory, and B found it by itself")
     screen.expect(again.tokens == warm.tokens, f"the same {len(warm.tokens)} tokens")
 
+    whose = f"{warm.reused:,} of {warm.prompt_tokens:,} prompt tokens came from engine A's work"
+    if warm.first_token_s > computed.first_token_s:
+        return f"{whose}. The document was too short to gain by that; --tokens makes it longer."
     return (
-        f"Engine B answered in {warm.first_token_s:.2f} s instead of {computed.first_token_s:.2f} s: "
-        f"{warm.reused:,} of {warm.prompt_tokens:,} prompt tokens came from engine A's work."
+        f"Engine B answered in {warm.first_token_s:.2f} s instead of {computed.first_token_s:.2f} s: {whose}."
     )
 
 

@@ -135,7 +135,8 @@ def clear(
 ) -> None:
     """Forget cached KV. Without a running server, free the shared memory that the last one left.
 
-    Tiers keep what they have. What engines are reading at this moment stays until they have read it.
+    Pinned namespaces are no exception. Tiers keep what they have.
+    What engines are reading at this moment stays until they have read it.
     """
     from kvcellar.arena import remove_folder  # noqa: PLC0415 - numpy takes its time
     from kvcellar.client import AdminClient  # noqa: PLC0415 - likewise
@@ -189,7 +190,7 @@ def doctor(
     as_json: Json = False,
     config: Config = None,
 ) -> None:
-    """Say of each tier whether it can be used, how fast it is, or what is wrong and what to do.
+    """Check the tiers (disk, Redis, S3, ...): can each be used, how fast is it, or what is wrong.
 
     Examines the tiers that `kvcellar serve` would have with the same flags, variables and TOML file:
 
