@@ -46,6 +46,7 @@ SIDES = {
         "has_pending_block_frees",
     ),
     "worker": (
+        "bind_connector_metadata",
         "start_load_kv",
         "wait_for_layer_load",
         "save_kv_layer",

@@ -53,13 +53,12 @@ class _Noting(Facade):
     request_finished = _noting(Facade.request_finished, "finished")
     request_finished_all_groups = _noting(Facade.request_finished_all_groups, "finished")
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        metadata: Any = self._get_connector_metadata()
-        if metadata.loads:
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        if connector_metadata.loads:
             _note("load")
-        if not metadata.idle:
+        if not connector_metadata.idle:
             _note("forward")
-        super().start_load_kv(forward_context, **kwargs)
+        super().bind_connector_metadata(connector_metadata)
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
