@@ -16,6 +16,7 @@ import pytest
 
 from kvcellar import __version__
 from kvcellar.cli import main as cli
+from kvcellar.cli import status
 from kvcellar.config import HELP, load_settings
 from kvcellar.wire import PREFIX, encode
 from kvcellar.wire import messages as m
@@ -76,7 +77,26 @@ def test_status_says_why_engines_of_one_model_do_not_share(server, engine, kvcel
     engine("other", session="b")
     engine("tp2", session="c")
     _, shown, _ = kvcellar("status", "--socket", server.socket)
-    assert "tiny: 3 namespaces, which differ in parallel, tenant\n" in shown
+    differ = "tiny: 3 namespaces, which differ in\n"
+    assert f"{differ}      parallel: [1,1,1,false] / [2,1,1,false]\n      tenant: none / other\n" in shown
+
+
+def test_status_shows_of_long_values_only_the_words_that_differ_and_of_many_some(
+    server, engine, kvcellar, monkeypatch
+):
+    for number in range(6):
+        odd = namespace(checksum="xxh3-64", weights=f"v1 up to {4096 + number} tokens ab")
+        monkeypatch.setitem(NAMESPACES, f"w{number}", odd)
+        engine(f"w{number}", session=f"s{number}")
+    _, shown, _ = kvcellar("status", "--socket", server.socket)
+    assert "      weights: 4096 / 4097 / 4098 / 4099 / and 2 more\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"), [(0, "0 B"), (1023, "1023 B"), (1 << 10, "1 KiB"), ((1 << 30) - 4096, "1.0 GiB")]
+)
+def test_sizes_are_in_one_unit_however_they_round(size, shown):
+    assert status._size(size) == shown
 
 
 def test_status_shows_brackets_and_colons_as_they_are(server, engine, kvcellar, monkeypatch):
@@ -87,7 +107,7 @@ def test_status_shows_brackets_and_colons_as_they_are(server, engine, kvcellar, 
     code, shown, _ = kvcellar("status", "--socket", server.socket)
     assert code == 0
     assert shown.count("  /models/[v1]/:cat:[/b], bfloat16\n") == 2
-    assert "/models/[v1]/:cat:[/b]: 2 namespaces, which differ in tenant\n" in shown
+    assert "/models/[v1]/:cat:[/b]: 2 namespaces, which differ in\n      tenant: a / b\n" in shown
     assert "\n  [red]b  test, " in shown
 
 

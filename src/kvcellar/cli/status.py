@@ -2,6 +2,7 @@
 pipes.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvcellar.wire.report import NamespaceReport, SessionReport, StatusReport, T
 
 # Of a namespace's id: enough to tell it from others, and for `pin` and `clear`.
 _ID_DIGITS = 8
+_SHOWN = 4  # of the values in which namespaces differ
 
 
 def fetch_status(socket: Path) -> StatusReport:
@@ -71,14 +73,27 @@ def _namespace(report: NamespaceReport) -> list[str]:
 
 
 def _differences(reports: list[NamespaceReport]) -> Iterator[str]:
-    """Why engines of one model do not share, a line for each model."""
+    """Why engines of one model do not share: for each model, in what they differ."""
     models = defaultdict[str, list[dict[str, str]]](list)
     for report in reports:
         models[report.identity["model"]].append(report.identity)
     for model, several in models.items():
         if len(several) > 1:
-            fields = [field for field in several[0] if len({each[field] for each in several}) > 1]
-            yield f"  {model}: {len(several)} namespaces, which differ in {', '.join(fields)}"
+            yield f"  {model}: {len(several)} namespaces, which differ in"
+            for field in several[0]:
+                if len(values := list(dict.fromkeys(each[field] for each in several))) > 1:
+                    shown = [text or "none" for text in _unlike(values[:_SHOWN])]
+                    more = [f"and {len(values) - _SHOWN} more"] if len(values) > _SHOWN else []
+                    yield f"      {field}: {' / '.join(shown + more)}"
+
+
+def _unlike(values: list[str]) -> list[str]:
+    """Without the words that all of them have at the same place."""
+    words = [value.split() for value in values]
+    if len(set(map(len, words))) > 1:
+        return values
+    places = [len(set(column)) > 1 for column in zip(*words, strict=True)]
+    return [" ".join(itertools.compress(each, places)) for each in words]
 
 
 def _session(report: SessionReport) -> list[str]:
@@ -134,7 +149,7 @@ def _rank(rank: int, connected: bool) -> str:
 
 def _size(count: float) -> str:
     for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
+        if round(count) < 1024:
             return f"{count:.0f} {unit}"
         count /= 1024
     return f"{count:,.1f} GiB"
