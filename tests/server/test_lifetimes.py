@@ -232,7 +232,7 @@ def test_a_worker_comes_back_to_a_server_that_cannot_write_if_its_predecessor_li
 def half_a_letter():
     """The kernel keeps 15 bytes of a process's name: of the last letter, here, the first of two."""
     name = Path("/proc/self/comm")
-    before = name.read_bytes()
+    before = name.read_bytes().rstrip(b"\n")
     name.write_bytes(b"x" * 14 + "é".encode())
     yield
     name.write_bytes(before)

@@ -38,6 +38,14 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return WorkerReport(self.stores + other.stores, self.failed | other.failed, self.idle)
 
 
+def this_host() -> str:
+    """The same in every process and container of a host, until it boots again. Empty if it is not told."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 @dataclass
 class TensorLayout(KVConnectorHandshakeMetadata):
     """The KV that one rank has: the layers of its pipeline stage, and how they lie in memory."""
@@ -45,12 +53,4 @@ class TensorLayout(KVConnectorHandshakeMetadata):
     groups: list[dict[str, int]]  # by group: bytes of a block, by layer
     layers: dict[str, str] = field(default_factory=dict)  # what one block is made of
     problem: str = ""  # why this rank cannot take part
-    host: str = field(default_factory=lambda: this_host())  # where this rank runs
-
-
-def this_host() -> str:
-    """The same in every process and container of a host, until it boots again. Empty if it is not told."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    host: str = field(default_factory=this_host)  # where this rank runs

@@ -101,7 +101,7 @@ class SchedulerSide:
         """What every rank has, by pipeline stage and rank within it; at the engine's start."""
         self._stages = [layouts[stage, 0] for stage in range(1 + max(stage for stage, _ in layouts))]
         problems = [layout.problem for layout in layouts.values() if layout.problem]
-        if any(layout.host != this_host() for layout in layouts.values()):
+        if {layout.host for layout in layouts.values()} != {this_host()}:
             problems.append("it runs on several hosts, and a server has the KV of one")
         if any(layout != self._stages[stage] for (stage, _), layout in layouts.items()):
             problems.append("ranks of one pipeline stage have different KV")
