@@ -4,6 +4,8 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvcellar.identity import (
     BlockHash,
     ChunkKey,
@@ -119,6 +121,13 @@ class Engine:
             self.commit(granted, rank)
         return granted
 
+    def bring(self, key: ChunkKey) -> None:
+        """As the server does from a tier, for one use."""
+        shelf = self.room.shelves[0]
+        stripe = shelf.take(key, None, temporary=True)
+        assert stripe is not None
+        shelf.publish([stripe])
+
     def part(self, *ranks: int) -> None:
         for rank in ranks:
             self.ledger.part(self.session, rank)
@@ -142,12 +151,16 @@ class Engine:
         return self.room.shelves[group].free_slots
 
 
+def plan_of(group: int, places: Sequence[int], blocks: Sequence[Sequence[int]]) -> CopyPlan:
+    return CopyPlan(group, np.array(places, np.uint32), np.array(blocks, np.int64))
+
+
 class Fragment(NamedTuple):
     """One contiguous run of bytes: `length` bytes of `block` in layer `layer` at `offset` of the object in
-    slot `stripe`.
+    the slot at `place`.
     """
 
-    stripe: int
+    place: int
     offset: int
     layer: int
     block: int
@@ -157,8 +170,8 @@ class Fragment(NamedTuple):
 def fragments(plan: CopyPlan, layout: LayoutDesc) -> Iterator[Fragment]:
     """In object order; skipped blocks come too, as block SKIP, since a checksum covers them."""
     offsets = layout.layer_offsets()
-    for stripe, blocks in zip(plan.stripes.tolist(), plan.blocks.tolist(), strict=True):
+    for place, blocks in zip(plan.places.tolist(), plan.blocks.tolist(), strict=True):
         for number, layer in enumerate(layout.layers):
             for position, block in enumerate(blocks):
                 offset = offsets[number] + position * layer.block_bytes
-                yield Fragment(stripe, offset, number, block, layer.block_bytes)
+                yield Fragment(place, offset, number, block, layer.block_bytes)

@@ -26,14 +26,14 @@ from kvcellar.identity import (
     SKIP,
     BlockHash,
     ChunkKey,
+    CopyPlan,
     Group,
     Layer,
     Namespace,
     ParallelStrategy,
     layout_of,
-    make_plan,
 )
-from kvcellar.slab import Bytes, Slab, SlabShape, Slot
+from kvcellar.slab import OBJECT_HEADER, Bytes, Slab, SlabShape, Slot
 from kvcellar.transfer import HostMover, Rows
 from kvcellar.transfer.cuda import CudaMover, Pins
 
@@ -111,8 +111,8 @@ class World:
             ids = self.random.sample(range(case.num_blocks), 2 * each)
             left_out = [SKIP if self.random.random() < 0.2 else block for block in ids[each:]]
             for rows, blocks in ((stores, ids[:each]), (loads, left_out)):
-                table = [list(part) for part in np.reshape(blocks, (case.chunks, -1)).tolist()]
-                rows.append(Rows(make_plan(number, slots, table, layout), keys))
+                table = np.reshape(np.array(blocks, np.int64), (case.chunks, -1))
+                rows.append(Rows(CopyPlan(number, np.array(slots, np.uint32), table), keys))
         return stores, loads
 
     def expected(self) -> dict[int, Bytes]:
@@ -173,16 +173,16 @@ def _check_load(world: World, mover: CudaMover) -> None:
 def _check_what_must_fail(world: World, mover: CudaMover) -> None:
     group = world.random.randrange(len(world.loads))
     plan = world.loads[group].plan
-    row = world.random.randrange(len(plan.stripes))
-    slot = world.ours.slot(group, int(plan.stripes[row]))
+    row = world.random.randrange(len(plan.places))
+    slot = world.ours.slot(group, int(plan.places[row]))
     only_that = [[row] if number == group else [] for number in range(len(world.loads))]
     at, bit = world.random.randrange(mover.object_bytes(group)), 1 << world.random.randrange(8)
     slot.payload[at] ^= bit
     assert mover.load(world.loads, world.ours.slot, None) == only_that, f"bit {bit} of byte {at} went unseen"
     slot.payload[at] ^= bit
-    slot.header["key"][0] ^= np.uint64(1)
+    slot.header.view(OBJECT_HEADER)["key"][0, 0] ^= np.uint64(1)
     assert mover.load(world.loads, world.ours.slot, None) == only_that, "another object went unseen"
-    slot.header["key"][0] ^= np.uint64(1)
+    slot.header.view(OBJECT_HEADER)["key"][0, 0] ^= np.uint64(1)
 
 
 def _check_both(world: World, mover: CudaMover) -> None:

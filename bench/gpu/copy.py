@@ -26,12 +26,12 @@ from kvcellar.bench.machine import machine
 from kvcellar.identity import (
     BlockHash,
     ChunkKey,
+    CopyPlan,
     Group,
     Layer,
     Namespace,
     ParallelStrategy,
     layout_of,
-    make_plan,
 )
 from kvcellar.slab import Slab, SlabShape, Slot
 from kvcellar.transfer import Rows
@@ -103,14 +103,15 @@ def make_bed(model: str, chunk_tokens: int, *, check: bool, staging_mib: int) ->
     for cache in (tensor for group in caches for tensor in group):
         cache.random_()
     order = np.random.default_rng(1).permutation(blocks - 1) + 1
-    halves = [part.reshape(chunks, per_chunk).tolist() for part in np.split(order, 2)]
+    halves = [part.reshape(chunks, per_chunk) for part in np.split(order, 2)]
     keys = [ChunkKey(number.to_bytes(16, "little")) for number in range(chunks)]
+    places = np.arange(chunks, dtype=np.uint32)
     with contextlib.ExitStack() as stack:
         slabs, rows = [], []
         for number in range(len(caches)):
             layout = layout_of(namespace, 0, number)
             slabs.append(stack.enter_context(pinned_slab(SlabShape(chunks, layout.slot_bytes))))
-            rows.append([Rows(make_plan(number, list(range(chunks)), half, layout), keys) for half in halves])
+            rows.append([Rows(CopyPlan(number, places, half), keys) for half in halves])
         mover = CudaMover(namespace, 0, caches, blocks, staging_bytes=staging_mib << 20, check=check)
         total = chunks * sum(layout_of(namespace, 0, number).object_bytes for number in range(len(caches)))
         yield Bed(mover, caches, slabs, [row[0] for row in rows], [row[1] for row in rows], total)

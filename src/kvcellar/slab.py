@@ -78,11 +78,11 @@ class SlabShape(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Views of shared memory: a slot's bytes, where they begin, and its record in the slab's headers."""
+    """Views of shared memory: a slot's bytes, where they begin, and its row of the slab's headers."""
 
     payload: Bytes
     address: int
-    header: np.void
+    header: Bytes
 
 
 class Slab:
@@ -95,9 +95,8 @@ class Slab:
             raise Corrupt(f"slab of {size} bytes where {shape.file_bytes} were announced")
         self.shape = shape
         self._bytes: Bytes = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)
-        self.headers: npt.NDArray[np.void] = self._bytes[: shape.slots * OBJECT_HEADER.itemsize].view(
-            OBJECT_HEADER
-        )
+        headers = self._bytes[: shape.slots * OBJECT_HEADER.itemsize]
+        self.headers: Bytes = headers.reshape(shape.slots, OBJECT_HEADER.itemsize)
         self._slots: Bytes = self._bytes[shape.header_bytes :].reshape(shape.slots, shape.slot_bytes)
         self._first = self._slots.ctypes.data
 

@@ -14,12 +14,13 @@ import numpy as np
 
 from kvcellar.client import Slots, WorkerClient
 from kvcellar.errors import Unavailable
-from kvcellar.identity import ChunkKey, make_plan
+from kvcellar.identity import ChunkKey
 from kvcellar.slab import NO_PLACE, Bytes
 from kvcellar.transfer import HostTransfer
 from tests.chaos.links import cut_links
 from tests.chaos.report import Done, Job, Lines, Reporter
 from tests.chaos.world import SPACES, truth
+from tests.support import plan_of
 
 _FLUSH_S, _MAP_S, _CLOSE_S = 0.5, 2.0, 4.0
 _SCHEDULER_S, _CONNECT_S = 6.0, 2.0
@@ -52,7 +53,7 @@ class Part:
         return np.array_equal(self._memory.reshape(-1), truth(self._space, self._shard, self._group, key))
 
     def _plan(self, place: int):
-        return make_plan(self._group, [place], self._blocks, self._transfer.layout)
+        return plan_of(self._group, [place], self._blocks)
 
 
 class Rank:
@@ -66,7 +67,7 @@ class Rank:
         shard = namespace.parallel.kv_worker_id(rank)
         self._parts = [Part(space, shard, group) for group in range(len(namespace.groups))]
         self._name = f"{space} shard {shard} rank {rank}"
-        self._worker = WorkerClient(server, session, rank, namespace, space)
+        self._worker = WorkerClient(server, session, rank, namespace)
 
     def serve(self, scheduler: Path) -> None:
         """Do jobs until the scheduler is gone."""
@@ -110,7 +111,7 @@ class Rank:
         with self._reporter.timed("worker flush", _FLUSH_S):
             answered = self._worker.flush(_FLUSH_S)
         self._reporter.count(stores=1)
-        return answered and self._worker.connected
+        return answered and self._worker.is_connected
 
     def _load(self, job: Job) -> bool:
         try:

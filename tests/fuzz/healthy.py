@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from kvcellar.client import AdminClient, Grant, SchedulerClient, WorkerClient
-from kvcellar.identity import ChunkKey, CopyPlan, make_plan
+from kvcellar.identity import ChunkKey, CopyPlan
 from kvcellar.slab import NO_PLACE, Bytes
 from kvcellar.transfer import HostTransfer
 from tests.fuzz.values import namespace
@@ -50,7 +50,7 @@ class Side:
         self.space = space
         self.pulse = pulse
         self._scheduler = SchedulerClient(path, session, space, "healthy")
-        self._worker = WorkerClient(path, session, 0, space, "healthy")
+        self._worker = WorkerClient(path, session, 0, space)
         self._memory: Bytes = np.zeros((_CHUNKS * 16, 256), np.uint8)
         self._transfer = HostTransfer(space, 0, 0, [self._memory])
 
@@ -113,10 +113,9 @@ class Side:
             self.pulse.complaints.append(f"{self.space.tenant}: prompt {prompt}: {grant}")
 
     def _plan(self, grant: Grant) -> CopyPlan:
-        places = grant.places[0].tolist()
+        places = grant.places[0]
         assert NO_PLACE not in places
-        blocks = np.arange(16 * len(places)).reshape(-1, 16).tolist()
-        return make_plan(0, places, blocks, self._transfer.layout)
+        return CopyPlan(0, places, np.arange(16 * len(places)).reshape(-1, 16))
 
     def _took(self, began: float) -> None:
         self.pulse.slowest_ms = max(self.pulse.slowest_ms, 1000 * (time.monotonic() - began))

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcellar.client import Expected, Grant, SchedulerClient, WorkerClient, scheduler
-from kvcellar.identity import ChunkKey, CopyPlan, Namespace, ParallelStrategy, layout_of, make_plan
+from kvcellar.identity import ChunkKey, CopyPlan, Namespace, ParallelStrategy, layout_of
 from kvcellar.slab import NO_PLACE, Bytes
 from kvcellar.transfer import HostTransfer
 from tests.support import full_group, keys, namespace, window_group
@@ -230,7 +230,7 @@ class _Transfer(NamedTuple):
     def plan(self, places: npt.NDArray[np.uint32]) -> CopyPlan:
         layout = self.host.layout
         blocks = np.arange(len(places) * layout.blocks_per_chunk).reshape(len(places), -1)
-        return make_plan(self.host.group, places.tolist(), blocks.tolist(), layout)
+        return CopyPlan(self.host.group, places, blocks)
 
 
 def _chosen(places: npt.NDArray[np.uint32], seed: int) -> tuple[list[int], list[ChunkKey]]:

@@ -15,7 +15,7 @@ from bench.gpu.scale import FULL
 from bench.gpu.shapes import CONFIGS, stored_bytes
 from bench.gpu.tokens import DRAWN, TOKENS, flip_everywhere, turned
 from bench.gpu.turns import in_turn, refuse_too_many
-from kvcellar.slab import HEADER_MAGIC, Slab, SlabShape
+from kvcellar.slab import HEADER_MAGIC, OBJECT_HEADER, Slab, SlabShape
 
 
 def test_every_mode_gets_the_parts_that_make_sense_in_the_order_that_they_need():
@@ -212,8 +212,9 @@ def test_one_bit_of_every_object_is_flipped_and_nothing_else(tmp_path):
     used = [0, 3, 99]
     with path.open("r+b") as file:
         slab = Slab(file.fileno(), shape)
+    headers = slab.headers.view(OBJECT_HEADER)
     for slot in used:
-        slab.headers[slot]["magic"], slab.headers[slot]["object_bytes"] = HEADER_MAGIC, 5000
+        headers[slot]["magic"], headers[slot]["object_bytes"] = HEADER_MAGIC, 5000
     before = np.frombuffer(slab.memory, dtype=np.uint8).copy()
     assert flip_everywhere(tmp_path) == len(used)
     changed = np.unpackbits(np.frombuffer(slab.memory, dtype=np.uint8) ^ before)

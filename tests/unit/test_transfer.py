@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from kvcellar.identity import (
     layout_of,
 )
 from kvcellar.slab import HEADER_MAGIC, OBJECT_HEADER, Bytes, Place, Slab, SlabShape, Slot
-from kvcellar.transfer import CHECKSUMS, Digest, HostTransfer, block_memory, digest_maker
+from kvcellar.transfer import CHECKSUMS, HostTransfer, block_memory, digest_maker
 from tests.support import fragments
 
 SLOTS, NUM_BLOCKS = 4, 24
@@ -55,7 +54,7 @@ def space(sizes: list[int], blocks: int = 3, **changes: Any) -> Namespace:
 class World:
     """An engine with random KV and a slab of junk."""
 
-    def __init__(self, sizes: list[int], blocks: int = 3, gap: int = 0, threads: int = 1) -> None:
+    def __init__(self, sizes: list[int], blocks: int = 3, gap: int = 0) -> None:
         self.namespace = space(sizes, blocks)
         self.layout = layout_of(self.namespace, 0, 0)
         random = np.random.default_rng(len(sizes))
@@ -64,7 +63,7 @@ class World:
         self.memory = [random.integers(0, 256, (NUM_BLOCKS, width), np.uint8) for width in widths]
         self.layers = [memory[:, :size] for memory, size in zip(self.memory, sizes, strict=True)]
         self.slab = memory_slab(SlabShape(SLOTS, self.layout.slot_bytes))
-        self.transfer = HostTransfer(self.namespace, 0, 0, self.layers, threads=threads)
+        self.transfer = HostTransfer(self.namespace, 0, 0, self.layers)
 
     def slot(self, _group: int, place: Place) -> Slot:
         return self.slab.at(place)
@@ -108,13 +107,13 @@ SIZES = st.sampled_from([1, 7, 64, 2047, 2048, 4096, 30_000, 65_536, 600_000])
 def journeys(draw: st.DrawFn) -> tuple[World, CopyPlan, CopyPlan]:
     sizes = draw(st.lists(SIZES, min_size=1, max_size=4))
     blocks, rows = draw(st.integers(1, 5)), draw(st.integers(1, SLOTS))
-    world = World(sizes, blocks, gap=draw(st.sampled_from([0, 5, 64])), threads=draw(st.integers(1, 3)))
+    world = World(sizes, blocks, gap=draw(st.sampled_from([0, 5, 64])))
     order = np.array(draw(st.permutations(range(NUM_BLOCKS))))[: rows * blocks].reshape(rows, blocks)
     target = np.array(draw(st.permutations(range(NUM_BLOCKS))))[: rows * blocks].reshape(rows, blocks)
     skipped = np.array(draw(st.lists(st.booleans(), min_size=rows * blocks, max_size=rows * blocks)))
-    stripes = np.array(draw(st.permutations(range(SLOTS)))[:rows], np.uint32)
+    places = np.array(draw(st.permutations(range(SLOTS)))[:rows], np.uint32)
     target[skipped.reshape(rows, blocks)] = SKIP
-    return world, CopyPlan(0, stripes, order), CopyPlan(0, stripes, target)
+    return world, CopyPlan(0, places, order), CopyPlan(0, places, target)
 
 
 @settings(max_examples=60, deadline=None)
@@ -128,10 +127,9 @@ def test_stored_blocks_come_back_into_the_wanted_blocks_and_nothing_else_changes
         if target.block != SKIP:
             kv = world.layers[source.layer][source.block]
             expected[target.layer][target.block, : target.length] = kv
-    keys = KEYS[: len(stores.stripes)]
-    with world.transfer as transfer:
-        transfer.store(stores, keys, world.slot)
-        assert transfer.load(loads, keys, world.slot) == []
+    keys = KEYS[: len(stores.places)]
+    world.transfer.store(stores, keys, world.slot)
+    assert world.transfer.load(loads, keys, world.slot) == []
     assert [memory.tobytes() for memory in world.memory] == [memory.tobytes() for memory in expected]
 
 
@@ -141,17 +139,16 @@ def test_a_slot_holds_the_object_in_object_order_and_its_header(
     journey: tuple[World, CopyPlan, CopyPlan],
 ) -> None:
     world, stores, _ = journey
-    keys = KEYS[: len(stores.stripes)]
-    with world.transfer as transfer:
-        transfer.store(stores, keys, world.slot)
+    keys = KEYS[: len(stores.places)]
+    world.transfer.store(stores, keys, world.slot)
     for part in fragments(stores, world.layout):
-        slot = world.slab.slot(part.stripe)
+        slot = world.slab.slot(part.place)
         assert (slot[part.offset : part.offset + part.length] == world.layers[part.layer][part.block]).all()
-    for stripe, key in zip(stores.stripes.tolist(), keys, strict=True):
-        checksum = xxhash.xxh3_64_intdigest(world.slab.slot(stripe)[: world.layout.object_bytes].tobytes())
+    for place, key in zip(stores.places.tolist(), keys, strict=True):
+        checksum = xxhash.xxh3_64_intdigest(world.slab.slot(place)[: world.layout.object_bytes].tobytes())
         ids = [np.frombuffer(name, "<u8") for name in (key, world.namespace.id)]
         header = np.array([(HEADER_MAGIC, 0, 0, world.layout.object_bytes, checksum, *ids, 0)], OBJECT_HEADER)
-        assert world.slab.headers[stripe : stripe + 1].tobytes() == header.tobytes()
+        assert world.slab.headers[place].tobytes() == header.tobytes()
 
 
 FLIPPED = World([4096, 100, 5000])
@@ -170,7 +167,7 @@ def test_one_flipped_bit_of_the_payload_is_a_failed_row(bit: int, skip: bool) ->
 
 @pytest.mark.parametrize("byte", range(OBJECT_HEADER.itemsize))
 def test_one_flipped_bit_of_the_header_is_a_failed_row(world: World, byte: int) -> None:
-    world.slab.headers[:1].view(np.uint8)[byte] ^= 0x10
+    world.slab.headers[0, byte] ^= 0x10
     assert load(world, [7, 8, 9]) == [0]
 
 
@@ -311,7 +308,7 @@ BAD_PLANS = [
     ),
     pytest.param(GOOD._replace(blocks=GOOD.blocks.astype(np.int32)), KEYS[:2], "int32", id="type"),
     pytest.param(GOOD._replace(group=1), KEYS[:2], "group 1, expected 0", id="group"),
-    pytest.param(GOOD._replace(stripes=np.zeros(2, np.uint32)), KEYS[:2], "a slot twice", id="one-slot"),
+    pytest.param(GOOD._replace(places=np.zeros(2, np.uint32)), KEYS[:2], "a slot twice", id="one-slot"),
     pytest.param(GOOD, KEYS[:3], r"3 keys of \[16\] bytes, expected 2 of 16", id="keys"),
     pytest.param(GOOD, [KEYS[0], ChunkKey(b"short")], r"2 keys of \[5, 16\] bytes", id="short-key"),
 ]
@@ -355,37 +352,6 @@ def test_an_empty_plan_copies_nothing(world: World) -> None:
     nothing = CopyPlan(0, np.empty(0, np.uint32), np.empty((0, 3), np.int64))
     world.transfer.store(nothing, [], world.slot)
     assert world.transfer.load(nothing, [], world.slot) == []
-
-
-def test_an_error_on_any_thread_reaches_the_caller() -> None:
-    world = World([4096], threads=3)
-
-    def last_is_read_only(group: int, place: Place) -> Slot:
-        slot = world.slot(group, place)
-        slot.payload.flags.writeable = place < 3
-        return slot
-
-    with world.transfer as transfer, pytest.raises(ValueError, match="read-only"):
-        transfer.store(plan([0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]), KEYS, last_is_read_only)
-
-
-def test_after_an_error_no_thread_is_still_copying(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, helping, helped = World([4096], threads=2), threading.Event(), threading.Event()
-
-    def new_digest() -> Digest:
-        if threading.current_thread() is threading.main_thread():
-            helping.wait(5)
-            raise RuntimeError("ours")
-        helping.set()
-        time.sleep(0.05)
-        helped.set()
-        return digest_maker("xxh3-64")()
-
-    monkeypatch.setattr(world.transfer, "_new_digest", new_digest)
-    with pytest.raises(RuntimeError, match="ours"):
-        world.transfer.store(plan([0, 1, 2], [3, 4, 5]), KEYS[:2], world.slot)
-    assert helped.is_set()
-    world.transfer.close()
 
 
 WIDE = np.zeros((NUM_BLOCKS, 128), np.uint8)
@@ -472,14 +438,16 @@ def test_a_checksum_does_not_depend_on_where_its_pieces_are_cut(
     assert pieces.intdigest() == whole.intdigest() < 1 << 64
 
 
-def test_the_copy_benchmark_gives_a_row_per_size_and_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_benchmark_gives_a_row_for_each_object_and_fragment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(bench, "WORKING_SET", 1 << 20)
-    result = bench.run_copy([1, 2], [1 << 16, 1 << 18], block_order="random", quick=True)
-    assert [(row["object_bytes"], row["threads"]) for row in result["rows"]] == [
-        (1 << 16, 1),
-        (1 << 16, 2),
-        (1 << 18, 1),
-        (1 << 18, 2),
+    result = bench.run_copy([1 << 16, 1 << 18])
+    assert [(row["object_bytes"], row["fragment_bytes"]) for row in result["rows"]] == [
+        (1 << 16, 1 << 13),
+        (1 << 18, 1 << 15),
+        (1 << 16, 1 << 12),
+        (1 << 18, 1 << 12),
     ]
     assert all(row["load_ratio"] > 0 for row in json.loads(json.dumps(result))["rows"])
     assert bench.copy_table(result).row_count == 4

@@ -12,10 +12,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -24,7 +23,7 @@ from rich.table import Table
 from kvcellar.bench.machine import machine
 from kvcellar.bench.namespace import BLOCK_TOKENS, bench_namespace
 from kvcellar.errors import BadRequest, Corrupt, Unavailable
-from kvcellar.identity import ChunkKey, CopyPlan, LayoutDesc, Namespace, layout_of, make_plan
+from kvcellar.identity import ChunkKey, CopyPlan, LayoutDesc, Namespace, layout_of
 from kvcellar.slab import Bytes, Place, Slab, SlabShape, Slot
 from kvcellar.transfer import HostTransfer
 
@@ -36,10 +35,11 @@ SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 QUICK_SIZES = (MIB, 16 * MIB)
 WORKING_SET = 256 * MIB
 ROUNDS, QUICK_ROUNDS = 5, 3
-
-# How a chunk's blocks lie in the engine's memory. Runs: side by side, upwards or downwards, the way vLLM's
-# free list hands them out, and no chunk near the next. Random: no block near another, the worst there is.
-BlockOrder = Literal["runs", "random"]
+_GEOMETRY = {
+    "blocks_per_chunk": BLOCKS_PER_CHUNK,
+    "block_tokens": BLOCK_TOKENS,
+    "working_set_bytes": WORKING_SET,
+}
 
 
 class _Setup(NamedTuple):
@@ -66,14 +66,8 @@ class _Round(NamedTuple):
     memcpy: float
 
 
-def run_copy(
-    threads: Sequence[int] = (1, 2),
-    sizes: Sequence[int] | None = None,
-    *,
-    block_order: BlockOrder = "runs",
-    quick: bool = False,
-) -> dict[str, Any]:
-    """Measure every fragment and object size with every number of threads: 40 s; quick, with fewer: 3 s."""
+def run_copy(sizes: Sequence[int] | None = None, *, quick: bool = False) -> dict[str, Any]:
+    """Measure every fragment and object size: 20 s; quick, with fewer: 2 s."""
     sizes = sizes or (QUICK_SIZES if quick else SIZES)
     rounds = QUICK_ROUNDS if quick else ROUNDS
     where = machine() | {"numpy": version("numpy"), "xxhash": version("xxhash")}
@@ -81,9 +75,9 @@ def run_copy(
     rows = []
     for fragment in FRAGMENTS[:1] if quick else FRAGMENTS:
         for size in sizes:
-            with _set_up(size, fragment, engine, block_order) as setup:
-                rows += [_measure(setup, count, rounds) for count in threads]
-    return {"machine": where, "geometry": _geometry(block_order), "rows": rows}
+            with _set_up(size, fragment, engine) as setup:
+                rows.append(_measure(setup, rounds))
+    return {"machine": where, "geometry": _GEOMETRY, "rows": rows}
 
 
 def copy_table(result: dict[str, Any]) -> Table:
@@ -92,15 +86,14 @@ def copy_table(result: dict[str, Any]) -> Table:
         padding=0,
         pad_edge=False,
         title="Host copies with checksum, GB/s: {cpu}, {cores} cores".format(**result["machine"]),
-        caption="objects of {blocks_per_chunk} blocks, in {block_order}".format(**result["geometry"]),
+        caption="one thread; objects of {blocks_per_chunk} blocks".format(**result["geometry"]),
     )
-    for name in ("object", "fragment", "threads", "store", "load", "memcpy", "of memcpy", "of memcpy"):
+    for name in ("object", "fragment", "store", "load", "memcpy", "of memcpy", "of memcpy"):
         table.add_column(name, justify="right")
     for row in result["rows"]:
         table.add_row(
             _size_text(row["object_bytes"]),
             _size_text(row["fragment_bytes"]),
-            str(row["threads"]),
             *(f"{row[name]:.1f}" for name in ("store_gbps", "load_gbps", "memcpy_gbps")),
             *(f"{row[name]:.2f}" for name in ("store_ratio", "load_ratio")),
         )
@@ -108,7 +101,7 @@ def copy_table(result: dict[str, Any]) -> Table:
 
 
 @contextmanager
-def _set_up(object_bytes: int, fragment_bytes: int, engine: Bytes, order: BlockOrder) -> Iterator[_Setup]:
+def _set_up(object_bytes: int, fragment_bytes: int, engine: Bytes) -> Iterator[_Setup]:
     fragment_bytes = min(fragment_bytes, object_bytes // BLOCKS_PER_CHUNK)
     layers, rest = divmod(object_bytes, fragment_bytes * BLOCKS_PER_CHUNK)
     if rest or object_bytes % mmap.PAGESIZE or WORKING_SET % object_bytes:
@@ -117,7 +110,7 @@ def _set_up(object_bytes: int, fragment_bytes: int, engine: Bytes, order: BlockO
     layout = layout_of(namespace, 0, 0)
     shape = SlabShape(WORKING_SET // object_bytes, object_bytes)
     keys = [ChunkKey(number.to_bytes(16, "little")) for number in range(shape.slots)]
-    stores, loads = (_plan(shape.slots, layout, order, seed) for seed in (1, 2))
+    stores, loads = (_plan(shape.slots, seed) for seed in (1, 2))
     with tempfile.TemporaryFile(dir="/dev/shm") as file:  # it has no name, so it cannot stay behind
         try:
             os.posix_fallocate(file.fileno(), 0, shape.file_bytes)
@@ -127,33 +120,28 @@ def _set_up(object_bytes: int, fragment_bytes: int, engine: Bytes, order: BlockO
         yield _Setup(namespace, layout, engine, Slab(file.fileno(), shape), slots, stores, loads, keys)
 
 
-def _plan(slots: int, layout: LayoutDesc, order: BlockOrder, seed: int) -> CopyPlan:
-    """Every slot once and every block once."""
+def _plan(slots: int, seed: int) -> CopyPlan:
+    """Every slot once and every block once. A chunk's blocks are side by side, upwards or downwards, the way
+    vLLM's free list hands them out, and no chunk is near the next.
+    """
     random = np.random.default_rng(seed)
     blocks = np.arange(slots * BLOCKS_PER_CHUNK).reshape(slots, -1)
-    if order == "random":
-        blocks = random.permuted(blocks, axis=None)
-    else:
-        random.shuffle(blocks)
-        downwards = random.random(slots) < 0.5
-        blocks[downwards] = blocks[downwards, ::-1]
-    return make_plan(0, list(range(slots)), blocks.tolist(), layout)
+    random.shuffle(blocks)
+    downwards = random.random(slots) < 0.5
+    blocks[downwards] = blocks[downwards, ::-1]
+    return CopyPlan(0, np.arange(slots, dtype=np.uint32), blocks)
 
 
-def _measure(setup: _Setup, threads: int, rounds: int) -> dict[str, Any]:
+def _measure(setup: _Setup, rounds: int) -> dict[str, Any]:
     fragment_bytes = setup.layout.layers[0].block_bytes
     layers = list(setup.engine.reshape(len(setup.layout.layers), -1, fragment_bytes))
-    with (
-        HostTransfer(setup.namespace, 0, 0, layers, threads=threads) as transfer,
-        ThreadPoolExecutor(threads) as pool,
-    ):
-        _round(setup, transfer, pool, threads)  # maps every page
-        measured = [_round(setup, transfer, pool, threads) for _ in range(rounds)]
+    transfer = HostTransfer(setup.namespace, 0, 0, layers)
+    _round(setup, transfer)  # maps every page
+    measured = [_round(setup, transfer) for _ in range(rounds)]
     store, load, memcpy = (statistics.median(rates) for rates in zip(*measured, strict=True))
     return {
         "object_bytes": setup.layout.object_bytes,
         "fragment_bytes": fragment_bytes,
-        "threads": threads,
         "store_gbps": round(store, 2),
         "load_gbps": round(load, 2),
         "memcpy_gbps": round(memcpy, 2),
@@ -162,12 +150,12 @@ def _measure(setup: _Setup, threads: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def _round(setup: _Setup, transfer: HostTransfer, pool: ThreadPoolExecutor, threads: int) -> _Round:
+def _round(setup: _Setup, transfer: HostTransfer) -> _Round:
     failed: list[int] = []
-    there = _rate(lambda: _memcpy(pool, threads, setup.slots, setup.engine))
+    there = _rate(lambda: np.copyto(setup.slots, setup.engine))
     store = _rate(lambda: transfer.store(setup.stores, setup.keys, setup.slot))
     load = _rate(lambda: failed.extend(transfer.load(setup.loads, setup.keys, setup.slot)))
-    back = _rate(lambda: _memcpy(pool, threads, setup.engine, setup.slots))
+    back = _rate(lambda: np.copyto(setup.engine, setup.slots))
     if failed:
         raise Corrupt(f"{len(failed)} of {len(setup.keys)} objects came back wrong")
     return _Round(store, load, statistics.harmonic_mean([there, back]))
@@ -180,26 +168,12 @@ def _rate(copy: Callable[[], None]) -> float:
     return WORKING_SET / (time.perf_counter() - start) / 1e9
 
 
-def _memcpy(pool: ThreadPoolExecutor, threads: int, target: Bytes, source: Bytes) -> None:
-    parts = zip(np.array_split(target, threads), np.array_split(source, threads), strict=True)
-    list(pool.map(lambda part: np.copyto(*part), parts))
-
-
 def _engine_memory() -> Bytes:
     # Ordinary pages, as CPU engines have them: numpy's own allocations ask for huge ones.
     memory = mmap.mmap(-1, WORKING_SET, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     words = np.frombuffer(memory, np.uint64)
     words[:] = np.arange(len(words))
     return words.view(np.uint8)
-
-
-def _geometry(order: BlockOrder) -> dict[str, Any]:
-    return {
-        "blocks_per_chunk": BLOCKS_PER_CHUNK,
-        "block_tokens": BLOCK_TOKENS,
-        "block_order": order,
-        "working_set_bytes": WORKING_SET,
-    }
 
 
 def _size_text(size: int) -> str:

@@ -5,7 +5,6 @@ from kvcellar.identity.layout import (
     CopyPlan,
     LayoutDesc,
     layout_of,
-    make_plan,
     slot_bytes,
     stripe_bytes,
 )
@@ -51,7 +50,6 @@ __all__ = [
     "layout_of",
     "loadable_tokens",
     "loaded_chunks",
-    "make_plan",
     "needed_chunks",
     "slot_bytes",
     "stripe_bytes",

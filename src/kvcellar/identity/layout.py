@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvcellar.errors import BadRequest
 from kvcellar.identity.namespace import Layer, Namespace
-from kvcellar.slab import NO_PLACE, whole_pages
+from kvcellar.slab import whole_pages
 
 # In a plan's block table: the chunk has this block, the engine neither gives nor takes it.
 SKIP = -1
@@ -67,27 +67,10 @@ def stripe_bytes(namespace: Namespace, group: int) -> int:
 
 
 class CopyPlan(NamedTuple):
-    """Which blocks of one group go to, or come from, which slots. Row i: the blocks of the chunk in slot
-    stripes[i].
+    """Which blocks of one group go to, or come from, which slots. Row i: the blocks of the chunk at
+    places[i].
     """
 
     group: int
-    stripes: npt.NDArray[np.uint32]
-    blocks: npt.NDArray[np.int64]  # (len(stripes), blocks_per_chunk); SKIP where nothing is copied
-
-
-def make_plan(group: int, stripes: list[int], blocks: list[list[int]], layout: LayoutDesc) -> CopyPlan:
-    try:
-        places = np.asarray(stripes, dtype=np.int64)
-        table = np.asarray(blocks, dtype=np.int64)
-    except (ValueError, OverflowError) as error:
-        raise BadRequest(f"not a plan: {error}") from None
-    if not blocks:
-        table = table.reshape(0, layout.blocks_per_chunk)
-    if table.shape != (len(stripes), layout.blocks_per_chunk):
-        raise BadRequest(
-            f"a block table of shape {table.shape}; need {(len(stripes), layout.blocks_per_chunk)}"
-        )
-    if (places < 0).any() or (places >= NO_PLACE).any() or (table < SKIP).any():
-        raise BadRequest("a plan with a slot or block that cannot exist")
-    return CopyPlan(group, places.astype(np.uint32), table)
+    places: npt.NDArray[np.uint32]
+    blocks: npt.NDArray[np.int64]  # (len(places), blocks_per_chunk); SKIP where nothing is copied

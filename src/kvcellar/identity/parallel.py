@@ -52,10 +52,6 @@ class ParallelStrategy(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
         stage, rank_in_group = divmod(rank, self.tp)
         return stage * self.shards_per_stage + rank_in_group % self.shards_per_stage
 
-    def is_first_rank_of_tp_group(self, rank: int) -> bool:
-        self._check(rank)
-        return rank % self.tp == 0
-
     def is_writer(self, rank: int) -> bool:
         """Exactly one rank writes each shard: the first that holds it."""
         self._check(rank)
@@ -64,9 +60,6 @@ class ParallelStrategy(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     def stage_of(self, shard: int) -> int:
         """The pipeline stage, and so the layers, that a shard covers."""
         return shard // self.shards_per_stage
-
-    def readers_of(self, shard: int) -> int:
-        return sum(self.kv_worker_id(rank) == shard for rank in range(self.world_size))
 
     @property
     def writer_ranks(self) -> tuple[int, ...]:

@@ -9,8 +9,6 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-
 from kvcellar.arena import Arena, RackKey
 from kvcellar.errors import BadRequest
 from kvcellar.identity import ChunkKey, NamespaceId
@@ -36,20 +34,12 @@ class Goods:
     def __init__(self, room: Room) -> None:
         namespace = room.namespace
         self.room = room
-        self.namespace_id: NamespaceId = namespace.id  # hashed once, not at every use
+        self.namespace_id: NamespaceId = namespace.id
         self.shards = namespace.parallel.kv_world_size
-        self._seals: dict[tuple[int, int], Seal] = {}
-        self._sizes: dict[tuple[int, int], int] = {}
-        for group, sizes in enumerate(namespace.object_bytes):
-            for shard in range(self.shards):
-                self._seals[group, shard] = Seal(namespace, shard, group)
-                self._sizes[group, shard] = sizes[namespace.parallel.stage_of(shard)]
-
-    def seal(self, group: int, shard: int) -> Seal:
-        return self._seals[group, shard]
-
-    def size(self, group: int, shard: int) -> int:
-        return self._sizes[group, shard]
+        self.seals = [
+            [Seal(namespace, shard, group) for shard in range(self.shards)]
+            for group in range(len(namespace.groups))
+        ]
 
     def probe_name(self, group: int, key: ChunkKey) -> str:
         """The object whose presence speaks for the stripe. If it lies, reading the others will show."""
@@ -80,7 +70,7 @@ class Objects:
             StoredObject(
                 object_name(goods.namespace_id, key, group, shard),
                 self._buffer(goods, group, shard, place),
-                goods.seal(group, shard),
+                goods.seals[group][shard],
             )
             for shard in range(goods.shards)
         ]
@@ -91,8 +81,8 @@ class Objects:
         slab = self._slabs.get((key, shard))
         if slab is None:
             slab = self._slabs[key, shard] = self._arena.racks[key].map(shard)
-        header = slab.headers[slot : slot + 1].view(np.uint8)
-        return Buffer(header.data, slab.slot(slot).data, goods.size(group, shard), slab.memory)
+        size = goods.seals[group][shard].size
+        return Buffer(slab.headers[slot].data, slab.slot(slot).data, size, slab.memory)
 
     def forget(self, key: RackKey) -> None:
         """The rack is being returned; its number may come again."""

@@ -14,6 +14,7 @@ from kvcellar.transfer import Stamp, digest_maker
 class Seal:
     def __init__(self, namespace: Namespace, shard: int, group: int) -> None:
         """Raises BadRequest for a checksum that this server does not know."""
+        self.size = namespace.object_bytes[group][namespace.parallel.stage_of(shard)]
         self._stamp = Stamp(namespace, shard, group)
         self._new_digest = digest_maker(namespace.checksum)
 

@@ -10,35 +10,26 @@ Knows no leases: the caller holds slots and blocks as long as a call runs. Loads
 stores may run side by side, since they never share a block.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from types import TracebackType
-from typing import Self
+from collections.abc import Sequence
 
 from kvcellar.errors import BadRequest
 from kvcellar.identity import SKIP, ChunkKey, CopyPlan, Namespace, layout_of
 from kvcellar.slab import Bytes, Slot
 from kvcellar.transfer.checksum import digest_maker
-from kvcellar.transfer.slots import Slots, Stamp, check_keys, check_places, find_slots, writable
+from kvcellar.transfer.slots import Slots, Stamp, check_keys, check_places, find_slots
 from kvcellar.transfer.steps import BlockIds, check_blocks, check_layers, check_targets, make_steps
 
 
 class HostTransfer:
-    """The copies of one shard and group. With more than one thread it has to be closed, or used in a with."""
+    """The copies of one shard and group."""
 
-    def __init__(
-        self, namespace: Namespace, shard: int, group: int, layers: Sequence[Bytes], *, threads: int = 1
-    ) -> None:
-        if threads < 1:
-            raise BadRequest(f"threads={threads}, expected 1 or more")
+    def __init__(self, namespace: Namespace, shard: int, group: int, layers: Sequence[Bytes]) -> None:
         self.layout = layout_of(namespace, shard, group)
         self.group = group
         self.num_blocks = check_layers(layers, self.layout)
         self._new_digest = digest_maker(namespace.checksum)
         self._stamp = Stamp(namespace, shard, group)
         self._steps = list(make_steps(layers, self.layout))
-        self._helpers = threads - 1
-        self._pool = ThreadPoolExecutor(self._helpers, "kvcellar-copy") if self._helpers else None
 
     def store(self, plan: CopyPlan, keys: Sequence[ChunkKey], slots: Slots) -> None:
         """Copy each row's blocks into its slot, then write the slot's header.
@@ -48,7 +39,8 @@ class HostTransfer:
         found = self._check(plan, keys, slots)
         if (plan.blocks == SKIP).any():
             raise BadRequest("a store that skips a block: an object is never stored in part")
-        self._each_row(lambda row: self._store_row(plan.blocks[row], keys[row], found[row]), len(found))
+        for blocks, key, slot in zip(plan.blocks, keys, found, strict=True):
+            self._store_row(blocks, key, slot)
 
     def load(self, plan: CopyPlan, keys: Sequence[ChunkKey], slots: Slots) -> list[int]:
         """Copy each row's slot into its blocks, except where they are SKIP; return the rows that failed.
@@ -59,28 +51,11 @@ class HostTransfer:
         """
         found = self._check(plan, keys, slots)
         check_targets(plan.blocks)
-        loaded = [False] * len(found)
-
-        def load_row(row: int) -> None:
-            loaded[row] = self._load_row(plan.blocks[row], keys[row], found[row])
-
-        self._each_row(load_row, len(found))
-        return [row for row, good in enumerate(loaded) if not good]
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        rows = enumerate(zip(plan.blocks, keys, found, strict=True))
+        return [row for row, (blocks, key, slot) in rows if not self._load_row(blocks, key, slot)]
 
     def _check(self, plan: CopyPlan, keys: Sequence[ChunkKey], slots: Slots) -> list[Slot]:
-        places = plan.stripes.tolist()
+        places = plan.places.tolist()
         if plan.group != self.group:
             raise BadRequest(f"a plan for group {plan.group}, expected {self.group}")
         check_blocks(plan.blocks, len(places), self.layout, self.num_blocks)
@@ -92,7 +67,7 @@ class HostTransfer:
         digest = self._new_digest()
         for step in self._steps:
             step.store(blocks[step.positions], step.within(slot.payload), digest)
-        self._stamp.write(writable(slot.header), key, digest.intdigest())
+        self._stamp.write(slot.header.data, key, digest.intdigest())
 
     def _load_row(self, blocks: BlockIds, key: ChunkKey, slot: Slot) -> bool:
         promised = self._stamp.promised(slot.header, key)
@@ -104,20 +79,3 @@ class HostTransfer:
             scatter = step.scatter_some if skips else step.scatter
             scatter(step.within(slot.payload), blocks[step.positions], digest)
         return digest.intdigest() == promised
-
-    def _each_row(self, work: Callable[[int], None], rows: int) -> None:
-        """Run `work` for every row, here and on the pool; return, or raise, when nobody works any more."""
-        todo = iter(range(rows))  # shared by all threads: under the GIL, taking the next is atomic
-
-        def work_off() -> None:
-            for row in todo:
-                work(row)
-
-        helpers = min(self._helpers, rows - 1)
-        futures = [self._pool.submit(work_off) for _ in range(helpers)] if self._pool else []
-        try:
-            work_off()
-        finally:
-            wait(futures)
-        for future in futures:
-            future.result()

@@ -28,7 +28,7 @@ from kvcellar.transfer.cuda.ring import BUFFERS, Kernel, Ring, Run, Span
 from kvcellar.transfer.geometry import FEW_PIECES, block_shape
 from kvcellar.transfer.kernels import BYTE, WORD
 from kvcellar.transfer.mover import Rows
-from kvcellar.transfer.slots import Slots, Stamp, check_keys, check_places, find_slots, writable
+from kvcellar.transfer.slots import Slots, Stamp, check_keys, check_places, find_slots
 from kvcellar.transfer.steps import BlockIds, check_blocks, check_targets
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class CudaMover:
         with self._stores.running(lambda: self._sources(rows), after) as run:
             for number, part in enumerate(rows):
                 for _, places, launch in self._batches(run, number, part, slots, load=False):
-                    headers[number] += [writable(slot.header) for slot in places]
+                    headers[number] += [slot.header.data for slot in places]
                     self._stores.store(*launch)
         for part, some, sums in zip(rows, headers, self._finish(run, rows), strict=True):
             stamp = self._groups[part.plan.group].stamp
@@ -214,9 +214,9 @@ class CudaMover:
     def _checked(self, rows: Sequence[Rows]) -> list[BlockIds]:
         for plan, keys in rows:
             group = self._groups[plan.group]
-            check_blocks(plan.blocks, len(plan.stripes), group.layout, group.num_blocks)
-            check_keys(keys, len(plan.stripes))
-            check_places(plan.stripes.tolist())
+            check_blocks(plan.blocks, len(plan.places), group.layout, group.num_blocks)
+            check_keys(keys, len(plan.places))
+            check_places(plan.places.tolist())
         return [part.plan.blocks for part in rows]
 
     def _batches(
@@ -225,7 +225,7 @@ class CudaMover:
         """What fits a buffer, one after the other: the rows, their slots where they are first met, and what
         the ring needs. Slots are looked up here and not before, while the bus is busy with earlier ones.
         """
-        group, places = self._groups[rows.plan.group], rows.plan.stripes.tolist()
+        group, places = self._groups[rows.plan.group], rows.plan.places.tolist()
         together = max(1, self._loads.buffer_bytes // group.object_bytes)
         for first in range(0, len(places), together):
             some = range(first, min(first + together, len(places)))
