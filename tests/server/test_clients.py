@@ -65,7 +65,7 @@ def test_two_engines_of_one_name_in_one_process_do_not_take_it_from_each_other_a
     """The server cannot tell them from one that has lost its connection and comes back."""
     monkeypatch.setattr(backoff, "_LONGEST_S", 3600.0)
     first, second = engine(), engine()
-    eventually(lambda: not any(client.connected for client in (first.scheduler, first.workers[0])))
+    eventually(lambda: not any(client.is_connected for client in (first.scheduler, first.workers[0])))
     reasons = {second.lookup(1).reason for _ in range(2000)}
     assert reasons == {""}
     assert second.store(1).lease

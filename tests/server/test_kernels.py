@@ -24,7 +24,7 @@ def test_without_a_pidfd_a_lost_connection_is_waited_out(tmp_path, monkeypatch):
 
     async def live():
         ledger, link = Ledger(epoch=1, hold_limit=1 << 20), NoLink()
-        everybody = members.Members(ledger, tmp_path / "roster", lambda: None)
+        everybody = members.Members(ledger, tmp_path / "roster")
         for _ in range(2):  # the second time as somebody who came back
             rank = everybody.attach(hello("worker"), peer.Peer(near), link)
             everybody.lost(rank, link)
@@ -44,7 +44,7 @@ def test_a_process_that_cannot_be_told_from_others_is_refused_with_advice(tmp_pa
 
     async def meet():
         ledger = Ledger(epoch=1, hold_limit=1 << 20)
-        everybody = members.Members(ledger, tmp_path / "roster", lambda: None)
+        everybody = members.Members(ledger, tmp_path / "roster")
         stranger = peer.Peer(near)
         for role in ("worker", "scheduler"):
             with pytest.raises(Forbidden, match="share a pid namespace"):

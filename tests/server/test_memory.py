@@ -181,8 +181,7 @@ class Rig:
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.ledger, self.arena = Ledger(epoch=1, hold_limit=MIB), Arena(folder, MIB)
-        self.steward = Steward(self.ledger, self.arena, clock)
-        self.steward.members = Members(self.ledger, folder / "roster", self.steward.released)
+        self.steward = Steward(self.ledger, self.arena, Members(self.ledger, folder / "roster"), clock)
 
     async def fill(self, room: Room) -> None:
         """Make all the memory that there is."""

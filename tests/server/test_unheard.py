@@ -19,7 +19,7 @@ def test_what_is_granted_to_an_engine_that_makes_no_more_steps_is_taken_back(ser
     monkeypatch.setattr(scheduler, "_UNHEARD_S", 0.1)
     eventually(lambda: server.leases() == 0)
     assert other.store(3, seed=1).lease
-    eventually(lambda: one.scheduler.connected)
+    eventually(lambda: one.scheduler.is_connected)
     [(tag, grant)] = eventually(one.scheduler.collect)
     assert (tag, grant.lease, grant.reason) == ("unheard", 0, "disconnected")
     assert one.hit(3, seed=1) == 3

@@ -180,7 +180,7 @@ def test_a_ticket_is_not_taken_for_one_of_another_server(gate, stopped_server, e
     if is_queued:
         one.scheduler.no_longer(expected)
     server.restart()
-    eventually(lambda: one.scheduler.connected)
+    eventually(lambda: one.scheduler.is_connected)
     eventually(lambda: one.lookup(1, seed=12345).reason == "")
     eventually(lambda: server.status().tiers[0].state == "up")  # or it has not found yet what it has
     grant = one.scheduler.lookup(keys(8), 60.0, 30.0)

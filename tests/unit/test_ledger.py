@@ -62,7 +62,7 @@ def test_stripe_of_eight_readers_is_free_after_the_eighth_release_not_the_sevent
 
 
 def test_temporary_stripe_is_deleted_at_the_eighth_release_not_before(eight):
-    eight.store([A], temporary=True)
+    eight.bring(A)
     read = eight.lookup([A])
     for rank in range(7):
         eight.release(read, rank)
@@ -74,7 +74,7 @@ def test_temporary_stripe_is_deleted_at_the_eighth_release_not_before(eight):
 
 
 def test_temporary_stripe_stays_while_another_lease_reads_it(one):
-    one.store([A], temporary=True)
+    one.bring(A)
     first, second = one.lookup([A]), one.lookup([A])
     one.release(first)
     assert one.pins([A]) == [1]

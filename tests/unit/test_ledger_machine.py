@@ -138,13 +138,12 @@ class LedgerMachine(RuleBasedStateMachine):
         engine: str,
         asked: list[ChunkKey],
         parent: ChunkKey | None,
-        temporary: bool,
         groups: Sequence[int] | None = None,
     ) -> LeaseId | None:
         ns = ENGINES[engine]
         lost = parent is not None and not self.model.here() >= set(findable(ns, parent))
         session = self.ledger.sessions[engine]
-        granted = self.ledger.reserve(session, ns.id, asked, parent, groups, temporary=temporary)
+        granted = self.ledger.reserve(session, ns.id, asked, parent, groups)
         assert (granted.reason == "orphan") == lost
         self._note_evictions(ns)
         busy = self.model.taken().union(*self.model.old.values())
@@ -157,15 +156,13 @@ class LedgerMachine(RuleBasedStateMachine):
             assert here == (spot.place == NO_PLACE), "written twice, or by nobody"
             if not here:
                 assert spot not in busy, "granted for writing while somebody may touch it"
-                self._claim(cell, spot, temporary)
+                self._claim(cell, spot)
         rows = [places.get(group, []) for group in range(len(ns.groups))]
         return self._open(engine, granted._replace(places=rows), asked, writing=True)
 
-    def _claim(self, cell: Cell, spot: Spot, temporary: bool) -> None:
+    def _claim(self, cell: Cell, spot: Spot) -> None:
         self.model.claimed[cell] = spot
         self.model.bytes[spot] = {}
-        if temporary:
-            self.model.temporary.add(cell)
 
     def _note_evictions(self, ns: Namespace) -> None:
         """What a reserve evicted: never in grace, never in use, never before what was stored upon it."""
@@ -206,22 +203,22 @@ class LedgerMachine(RuleBasedStateMachine):
             if load:
                 self._finish(lease, "release")
 
-    @rule(pick=picks, prompt=prompts, first=firsts, count=counts, temporary=st.booleans())
-    def reserve(self, pick: int, prompt: int, first: int, count: int, temporary: bool) -> None:
+    @rule(pick=picks, prompt=prompts, first=firsts, count=counts)
+    def reserve(self, pick: int, prompt: int, first: int, count: int) -> None:
         if engine := self.pick_engine(pick):
             parent = PROMPTS[prompt][first - 1] if first else None
-            self._reserve(engine, PROMPTS[prompt][first : first + count], parent, temporary)
+            self._reserve(engine, PROMPTS[prompt][first : first + count], parent)
 
     @rule(prompt=prompts, first=firsts, count=counts, groups=st.sampled_from([(0,), (1,), (1, 0)]))
     def reserve_in(self, prompt: int, first: int, count: int, groups: tuple[int, ...]) -> None:
         if Member("hybrid", SCHEDULER) in self.model.members:
             parent = PROMPTS[prompt][first - 1] if first else None
-            self._reserve("hybrid", PROMPTS[prompt][first : first + count], parent, False, groups)
+            self._reserve("hybrid", PROMPTS[prompt][first : first + count], parent, groups)
 
     @rule(pick=picks, prompt=prompts, count=counts)
     def store(self, pick: int, prompt: int, count: int) -> None:
         if engine := self.pick_engine(pick):
-            self._finish(self._reserve(engine, PROMPTS[prompt][:count], None, False), "commit")
+            self._finish(self._reserve(engine, PROMPTS[prompt][:count], None), "commit")
 
     @rule(pick=picks, first=firsts, count=counts, scheduler=st.booleans())
     def release(self, pick: int, first: int, count: int, scheduler: bool) -> None:

@@ -70,7 +70,8 @@ class ServerMachine(LedgerMachine):
         if stripe is not None:
             spot = Spot(ns.id, group, stripe.place)
             assert spot not in self.model.taken().union(*self.model.old.values())
-            self._claim(cell, spot, temporary)
+            self._claim(cell, spot)
+            self.model.temporary |= {cell} if temporary else set()
             self.model.fetches.append(Hold(cell, spot, stripe))
 
     @rule(pick=picks, found=st.booleans(), waiting=st.integers(0, 2))

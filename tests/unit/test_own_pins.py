@@ -35,7 +35,7 @@ def test_what_the_server_pins_is_not_evicted(ledger, engine):
     assert engine.pins(keys(4))[3] == 1
     ledger.own.unpin(shelf, held)
     audit(ledger)
-    assert len(ledger.own) == 0
+    assert not ledger.own.held
     engine.store(keys(4, seed=2))
     assert engine.hit(keys(4)) == 0
 
@@ -62,7 +62,7 @@ def test_no_engine_leaving_frees_what_the_server_pins(ledger, engine):
 
 @pytest.mark.parametrize("server_last", [False, True])
 def test_a_temporary_stripe_goes_with_the_last_pin_of_all(ledger, engine, server_last):
-    engine.store(keys(1), temporary=True)
+    engine.bring(*keys(1))
     shelf, held = engine.room.shelves[0], stripe(engine, keys(1)[0])
     ledger.own.pin(shelf, held)
     granted = engine.lookup(keys(1))

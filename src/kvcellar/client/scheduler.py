@@ -238,19 +238,15 @@ class SchedulerClient:
                 pass
         except Unavailable:
             pass
-        granted, self._granted = self._granted, []
-        return granted
-
-    @property
-    def connected(self) -> bool:
-        return self._link is not None
+        answered, self._granted = self._granted, []
+        return answered
 
     def wait_connected(self, timeout: float) -> bool:
         """For start-up and tests; an engine need not wait."""
         deadline = time.monotonic() + timeout
-        while not self.connected and time.monotonic() < deadline:
+        while not self.is_connected and time.monotonic() < deadline:
             time.sleep(0.005)
-        return self.connected
+        return self.is_connected
 
     def close(self) -> None:
         """Leave for good: all is given back but the shares of ranks that live on; those are theirs."""

@@ -48,13 +48,12 @@ class WorkerClient:
         session: str,
         rank: int,
         namespace: Namespace | None = None,
-        label: str = "",
         watcher: SlabWatcher | None = None,
     ) -> None:
         self.path = path
         self.namespace = namespace  # may come later, see `register`
         self.rank = rank
-        self._hello = m.Hello(m.PROTOCOL_VERSION, "worker", session, rank, label)
+        self._hello = m.Hello(m.PROTOCOL_VERSION, "worker", session, rank)
         self._epoch = 0  # of the server we are attached to; 0 while there is none
         self._void = 0  # leases up to this one were granted before we attached: we have no share in them
         self._slabs = SlabMap(watcher)
@@ -62,7 +61,7 @@ class WorkerClient:
         self._outstanding = 0  # operations queued or sent and not yet answered
         self._copies = 0
         self._attaching = False  # the server has let us in, and we are mapping what there is
-        self._state = threading.Condition()  # guards the five above
+        self._state = threading.Condition()  # guards what stands above, from the epoch on
         self._stopped = threading.Event()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=f"kvcellar-worker-{rank}", daemon=True)
@@ -126,7 +125,7 @@ class WorkerClient:
             return self._state.wait_for(lambda: not self._outstanding, timeout)
 
     @property
-    def connected(self) -> bool:
+    def is_connected(self) -> bool:
         return self._epoch != 0
 
     def wait_connected(self, timeout: float) -> bool:

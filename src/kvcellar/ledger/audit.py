@@ -9,7 +9,7 @@ from kvcellar.ledger.ledger import Ledger
 
 def audit(ledger: Ledger) -> None:
     """Raises AssertionError at the first thing that does not add up."""
-    pins = ledger.own.by_stripe()
+    pins = ledger.own.held.copy()
     for session in ledger.sessions.values():
         held = 0
         for lease in session.leases.values():
@@ -21,7 +21,7 @@ def audit(ledger: Ledger) -> None:
                     "a reader of what is being written, or a writer of what is read"
                 )
                 held += lease.room.shelves[lease.groups[bit // lease.chunks]].stripe_bytes
-                pins[id(stripe)] += not lease.writing
+                pins[stripe] += not lease.writing
         assert held == session.held_bytes, f"{session} holds {held}, says {session.held_bytes}"
     for room in ledger.rooms.values():
         for shelf in room.shelves:

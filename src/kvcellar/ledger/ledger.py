@@ -187,8 +187,6 @@ class Ledger:
         keys: Sequence[ChunkKey],
         parent: ChunkKey | None,
         groups: Sequence[int] | None = None,
-        *,
-        temporary: bool = False,
     ) -> Granted:
         """Places for the longest prefix of `keys` for which there is room.
 
@@ -208,7 +206,7 @@ class Ledger:
         rows: list[list[Stripe | None]] = [[] for _ in shelves]
         reason = ""
         for key in keys:
-            column = self._take(session, shelves, key, parent, temporary)
+            column = self._take(session, shelves, key, parent)
             if column is None:
                 held = session.held_bytes + sum(shelf.stripe_bytes for shelf in shelves)
                 reason = "hold_limit" if held > self.hold_limit else "no_room"
@@ -227,7 +225,7 @@ class Ledger:
         return self.published is None and room.lacks(key)
 
     def _take(
-        self, session: Session, shelves: list[Shelf], key: ChunkKey, parent: ChunkKey | None, temporary: bool
+        self, session: Session, shelves: list[Shelf], key: ChunkKey, parent: ChunkKey | None
     ) -> list[Stripe | None] | None:
         """One chunk's stripes in all asked groups, or None and nothing taken."""
         column: list[Stripe | None] = []
@@ -236,7 +234,7 @@ class Ledger:
                 column.append(None)
                 continue
             fits = session.held_bytes + shelf.stripe_bytes <= self.hold_limit
-            stripe = shelf.take(key, parent, temporary=temporary) if fits else None
+            stripe = shelf.take(key, parent) if fits else None
             if stripe is None:
                 for other, taken in zip(shelves, column, strict=False):
                     if taken is not None:

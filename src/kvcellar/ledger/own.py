@@ -12,21 +12,14 @@ from kvcellar.ledger.stripe import Stripe
 
 class OwnPins:
     def __init__(self) -> None:
-        self._held: dict[int, list[Stripe]] = {}  # by id(): the same stripe once for every pin
-
-    def __len__(self) -> int:
-        return sum(map(len, self._held.values()))
+        self.held: Counter[Stripe] = Counter()  # for audit: how often each is pinned
 
     def pin(self, shelf: Shelf, stripe: Stripe) -> None:
         shelf.pin([stripe])
-        self._held.setdefault(id(stripe), []).append(stripe)
+        self.held[stripe] += 1
 
     def unpin(self, shelf: Shelf, stripe: Stripe) -> None:
-        held = self._held[id(stripe)]
-        held.pop()
-        if not held:
-            del self._held[id(stripe)]
+        self.held[stripe] -= 1
+        if not self.held[stripe]:
+            del self.held[stripe]
         shelf.let_go(stripe)
-
-    def by_stripe(self) -> Counter[int]:
-        return Counter({number: len(held) for number, held in self._held.items()})

@@ -113,13 +113,10 @@ class Shelf:
         # Now, not when pinned: a lookup waits for that, and pins protect till now.
         self._policy.touch(stripes)
         for stripe in stripes:
-            self._unpin(stripe)
+            self.let_go(stripe)
 
     def let_go(self, stripe: Stripe) -> None:
-        """The server's own reader is done: that is no use of the stripe, so no reason to keep it."""
-        self._unpin(stripe)
-
-    def _unpin(self, stripe: Stripe) -> None:
+        """One reader is done. If it is the server's own, the stripe has not been used by that."""
         stripe.pins -= 1
         if not stripe.pins:
             self._loosen(stripe)
@@ -250,8 +247,8 @@ class Shelf:
             self._free.extend(self._limbo)
             self._limbo.clear()
 
-    def check(self, pins: Mapping[int, int]) -> None:
-        """No place lost or in two hands; `pins` says how many read leases hold the stripe with that id()."""
+    def check(self, pins: Mapping[Stripe, int]) -> None:
+        """No place lost or in two hands; `pins` says how many read leases hold a stripe."""
         places = [*self._free, *self._limbo, *(stripe.place for stripe in self._index.values())]
         assert len(set(places)) == len(places), "a place in two hands"
         assert 0 <= self._vacated <= len(self._free), "vacated places miscounted"
@@ -264,7 +261,7 @@ class Shelf:
         for key, stripe in self._index.items():
             assert stripe.key == key
             assert stripe.indexed
-            assert stripe.pins == pins.get(id(stripe), 0), "pins miscounted"
+            assert stripe.pins == pins.get(stripe, 0), "pins miscounted"
             assert self._sketch is None or self._sketch.may_have(key), "not in the sketch"
 
     # -- inside -----------------------------------------------------------------------------------------

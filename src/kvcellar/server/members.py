@@ -59,11 +59,11 @@ class Member:
 
 
 class Members:
-    def __init__(self, ledger: Ledger, roster: Path, changed: Callable[[], None]) -> None:
+    def __init__(self, ledger: Ledger, roster: Path) -> None:
         self.all: dict[tuple[str, int], Member] = {}
         self._ledger = ledger
         self._roster = roster
-        self._changed = changed  # somebody left or gave up a mapping
+        self.changed: Callable[[], None] = lambda: None  # told when somebody left or gave up a mapping
         self._awaited: dict[Entry, int | None] = {}  # workers of an earlier server, with their pidfd
         self._listed: set[Entry] | None = None  # what the roster says; None: nobody knows
         self._loop = asyncio.get_running_loop()
@@ -90,7 +90,7 @@ class Members:
             self._loop.add_reader(peer.pidfd, self._on_death, member)
         if rank != SCHEDULER:  # the scheduler side of the same process says nothing of copies under way
             self._settle_awaited(lambda entry: entry.is_of(hello.session, rank, peer.process))
-        self._changed()
+        self.changed()
         return member
 
     def _admit(self, name: str, rank: int, peer: Peer) -> bool:
@@ -139,7 +139,7 @@ class Members:
         self._unwatch(member)
         self._ledger.part(member.session, member.rank)
         self._shorten_roster()
-        self._changed()
+        self.changed()
 
     def _on_death(self, member: Member) -> None:
         who = "the scheduler" if member.rank == SCHEDULER else f"rank {member.rank}"
@@ -180,7 +180,7 @@ class Members:
 
     def unmapped(self, member: Member, key: RackKey) -> None:
         member.maps.discard(key)
-        self._changed()
+        self.changed()
 
     # -- after a restart --------------------------------------------------------------------------------
 

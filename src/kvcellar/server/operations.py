@@ -73,15 +73,16 @@ class Operations:
         self._steward = steward
         self._report = report
         self._reserving: dict[Member, asyncio.Task[m.Message]] = {}  # the last that waits, of each
+        self._settles = {m.Release: ledger.release, m.Commit: ledger.commit, m.Abort: ledger.abort}
         self._handlers: dict[type[m.Message], Callable[[Caller, Any], m.Message | Awaitable[m.Message]]] = {
             m.Ping: lambda _caller, _op: m.Pong(),
             m.Register: self._register,
             m.Lookup: self._lookup,
             m.Expect: self._expect,
             m.Abandon: self._abandon,
-            m.Release: self._release,
-            m.Commit: self._commit,
-            m.Abort: self._abort,
+            m.Release: self._settle,
+            m.Commit: self._settle,
+            m.Abort: self._settle,
             m.Condemn: self._condemn,
             m.Unmapped: self._unmapped,
             m.Leave: self._leave,
@@ -180,23 +181,9 @@ class Operations:
         tasks = (self._steward.grow(room, group, stripes) for group in groups if group < len(room.shelves))
         return [task for task in tasks if task is not None]
 
-    def _release(self, caller: Caller, op: m.Release) -> m.Message:
-        member = caller.member
-        return m.Settled(
-            self._ledger.release(member.session, member.rank, LeaseId(op.lease), op.first, op.stop)
-        )
-
-    def _commit(self, caller: Caller, op: m.Commit) -> m.Message:
-        member = caller.member
-        return m.Settled(
-            self._ledger.commit(member.session, member.rank, LeaseId(op.lease), op.first, op.stop)
-        )
-
-    def _abort(self, caller: Caller, op: m.Abort) -> m.Message:
-        member = caller.member
-        return m.Settled(
-            self._ledger.abort(member.session, member.rank, LeaseId(op.lease), op.first, op.stop)
-        )
+    def _settle(self, caller: Caller, op: m.Release | m.Commit | m.Abort) -> m.Message:
+        member, settle = caller.member, self._settles[type(op)]
+        return m.Settled(settle(member.session, member.rank, LeaseId(op.lease), op.first, op.stop))
 
     def _condemn(self, caller: Caller, op: m.Condemn) -> m.Message:
         member = caller.member

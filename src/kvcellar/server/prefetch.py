@@ -54,9 +54,9 @@ _LOOK_S = 1.0
 _AT_ONCE = 8
 # Chunks about which tiers are asked in one message.
 _BATCH = 128
-# A tier that does not even say what it has within this, or ten times what it usually takes, or a tenth of the
-# time that is left, is passed over. Not sooner: a busy host has pauses too. One that never answered yet may
-# have connections to make.
+# A tier that does not even say what it has is passed over after the longest of these: this, ten times what it
+# usually takes, a tenth of the time that is left. Not sooner: a busy host has pauses too. One that never
+# answered yet may have connections to make.
 _SAY_S, _FIRST_SAY_S = 0.25, 1.0
 
 _NOTHING = Granted(NO_LEASE, 0, [])

@@ -58,9 +58,8 @@ class Server:
             hold_limit=memory * settings.hold_percent // 100,
             sketch=sketch,
         )
-        self._steward = Steward(self._ledger, self._arena, time.monotonic)
-        self._members = Members(self._ledger, self._arena.folder / "roster", self._steward.released)
-        self._steward.members = self._members
+        self._members = Members(self._ledger, self._arena.folder / "roster")
+        self._steward = Steward(self._ledger, self._arena, self._members, time.monotonic)
         self._descriptors = Descriptors(self._arena, self._members, self._steward, sketch)
         self._operations = Operations(self._ledger, self._members, self._steward, self.report)
         self._tiers: Tiers | None = None

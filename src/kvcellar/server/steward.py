@@ -31,9 +31,10 @@ _LOOKS_APART = 10
 
 
 class Steward:
-    def __init__(self, ledger: Ledger, arena: Arena, clock: Callable[[], float]) -> None:
+    def __init__(self, ledger: Ledger, arena: Arena, members: Members, clock: Callable[[], float]) -> None:
         self._ledger = ledger
         self._arena = arena
+        self._members = members
         self._clock = clock
         self._threads = ThreadPoolExecutor(2, "kvcellar-racks")
         self._growing: dict[tuple[bytes, int], asyncio.Task[None]] = {}
@@ -43,8 +44,8 @@ class Steward:
         self.leaving: set[RackKey] = set()  # until their memory has been returned
         self._returning: dict[RackKey, asyncio.Task[None]] = {}  # those of them that nobody maps any more
         self.draining = False  # no rack is announced any more: nobody could fetch it
-        self.members: Members | None = None  # set once by the server; the two need each other
         self.unmap: Callable[[RackKey], None] = lambda _: None  # what the server itself maps, for its tiers
+        members.changed = self.released
 
     def adopt(self) -> int:
         """Take over what an earlier server left; returns the number of stripes found again."""
@@ -134,10 +135,9 @@ class Steward:
             return
         key = self._arena.finish(rack)
         room.shelves[group].add_rack(key.number, rack.table)
-        assert self.members is not None
         if self.draining:
             return
-        self.members.tell(key.namespace, RackAdded(*key))
+        self._members.tell(key.namespace, RackAdded(*key))
         self._growing.pop((key.namespace, group), None)
         self.grow(room, group, 0)
 
@@ -172,12 +172,10 @@ class Steward:
 
     def _may_be_taken(self, key: RackKey) -> bool:
         """Nobody maps it who has yet to let go of another: a stalled engine costs one rack."""
-        assert self.members is not None
-        return not any(member.maps & self.leaving for member in self.members.mapping(key))
+        return not any(member.maps & self.leaving for member in self._members.mapping(key))
 
     async def _take_back(self, key: RackKey) -> None:
-        assert self.members is not None
-        for member in self.members.mapping(key):  # also of engines that have gone on to another namespace
+        for member in self._members.mapping(key):  # also of engines that have gone on to another namespace
             if member.link is not None:
                 member.link.send(RackLeaving(*key))
         self.released()
@@ -191,11 +189,10 @@ class Steward:
 
     def released(self) -> None:
         """Somebody left or unmapped something: return what nobody maps any more."""
-        assert self.members is not None
         if self.draining:
             return  # it is empty: the next server may have it
         for key in self.leaving - self._returning.keys():
-            if not self.members.mapping(key):
+            if not self._members.mapping(key):
                 self.unmap(key)
                 self._returning[key] = asyncio.create_task(self._return(key))
                 self._let_go.set()

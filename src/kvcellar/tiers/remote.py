@@ -16,6 +16,7 @@ from kvcellar.tiers.engine import EngineError
 
 # Longer than any value takes on a network worth using, shorter than what the tier takes for a hang.
 TIMEOUT_S = 4.0
+_LONGEST_S = 60.0
 
 
 class Address(NamedTuple):
@@ -46,11 +47,11 @@ class Options:
             raise self.error(f"{name}={value!r} should match {pattern}")
         return value
 
-    def seconds(self, name: str, default: float, largest: float = 60.0) -> float:
+    def seconds(self, name: str, default: float) -> float:
         text = self.text(name, f"{default:g}")
         value = float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else -1.0
-        if not 0 < value <= largest:
-            raise self.error(f"{name}={text!r} should be seconds, more than 0 and at most {largest:g}")
+        if not 0 < value <= _LONGEST_S:
+            raise self.error(f"{name}={text!r} should be seconds, more than 0 and at most {_LONGEST_S:g}")
         return value
 
     def whole(self, name: str, default: int, largest: int) -> int:
