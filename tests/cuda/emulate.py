@@ -33,6 +33,7 @@ _one_at_a_time = threading.Lock()
 
 class _Error(enum.IntEnum):
     cudaSuccess = 0
+    cudaErrorMemoryAllocation = 2
 
 
 class _Stream:

@@ -75,6 +75,27 @@ def close_before_the_last_is_unmapped() -> object:
     return [thread.is_alive(), called]
 
 
+def refuse_once() -> object:
+    """Whether all is locked, after a refusal and after the memory that it was about is gone."""
+    slab, refused, told = make_slab(), threading.Event(), []
+
+    def lock(address: int, *_: object) -> tuple[object]:
+        if address == slab.address(0):
+            return (runtime.cudaError_t.cudaErrorMemoryAllocation,)
+        refused.set()  # the piece after it
+        return (runtime.cudaError_t.cudaSuccess,)
+
+    runtime.cudaHostRegister = lock
+    pins, thread = make_pins()
+    pins.mapped(slab)
+    assert refused.wait(30)
+    told.append(pins.all_locked)
+    pins.unmapped(slab)
+    pins.close()
+    thread.join(30)
+    return [*told, pins.all_locked]
+
+
 def unmap_behind_one_that_is_being_locked() -> object:
     """Whether each of two that are unmapped meanwhile is still there, at the second piece of the first."""
     first, locked_before, new = make_slab(), make_slab(), make_slab()
@@ -105,6 +126,7 @@ def main() -> None:
     cases = [
         close_with_nothing_mapped,
         close_before_the_last_is_unmapped,
+        refuse_once,
         unmap_behind_one_that_is_being_locked,
     ]
     case = {case.__name__: case for case in cases}[sys.argv[1]]

@@ -25,5 +25,9 @@ def test_before_it_ends_it_unlocks_what_its_engine_unmaps_late():
     assert run("close_before_the_last_is_unmapped") == [False, called]
 
 
+def test_a_refusal_counts_as_long_as_that_memory_is_mapped():
+    assert run("refuse_once") == [False, True]
+
+
 def test_what_the_server_takes_back_does_not_wait_until_all_else_is_locked():
     assert run("unmap_behind_one_that_is_being_locked") == [False, False]

@@ -282,6 +282,19 @@ def test_vllm_that_schedules_ahead_waits_for_a_load_in_the_next_step(rank: Rank)
     assert (done.loads, done.failed) == ({"request 0"}, set())
 
 
+@pytest.mark.parametrize(("due", "waits"), [(24.5, False), (23.5, True)])
+def test_an_idle_step_waits_longer_for_a_load_that_may_be_late_and_still_in_time(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, due: float, waits: bool
+) -> None:
+    rank.begin_a_load()
+    monkeypatch.setattr(rank.copier._forecast, "is_due", lambda within: due <= within)
+    if waits:
+        rank.mover.may.set()
+    rank.copier.wait_for_a_load(0.0, 30.0, ahead=False)
+    assert (rank.copier.take() is not None) == waits
+    rank.mover.may.set()
+
+
 def test_a_step_that_hands_over_another_load_waits_for_the_first(rank: Rank) -> None:
     rank.begin_a_load()
     assert rank.copier.take() is None

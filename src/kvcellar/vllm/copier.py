@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 _MAP_S = 2.0
 # What is under way, and waits, when it is closed may take so long: a long prompt takes a quarter of a second.
 _CLOSE_S = 60.0
+# Loads are mostly a bit later than the fastest of the last ones says. So an idle step waits the longer time
+# for one that should be over within this part of it, and the rest is for being late.
+_DUE = 0.8
 # Small stores that wait are copied in one go, up to some milliseconds of the bus: requests that decode beside
 # each other may fill their chunks in the same step, and each go takes the GIL from the engine.
 _TOGETHER_BYTES = 256 << 20
@@ -101,7 +104,7 @@ class Copier:
         if ahead and self._just_begun:
             return
         with self._changed:
-            patience = soon if self._forecast.is_due(soon) else seconds
+            patience = soon if self._forecast.is_due(_DUE * soon) else seconds
             self._changed.wait_for(lambda: (self._done and self._done.loads) or not self._loading, patience)
 
     def take(self) -> Done | None:
@@ -160,6 +163,7 @@ class Copier:
                 done.count("load", 1, moved, time.monotonic() - started)
                 done.counts["loads_failed"] += bool(bad)
             self._client.release(job.lease, job.first, job.stop)  # last: the engine waits for the rest
+            del task  # and its fence now, not when the next load is waited for: that lets go of the GIL
 
     def _load(self, task: _Task) -> set[int]:
         """Returns the blocks that hold garbage."""

@@ -40,11 +40,16 @@ class Pins:
         self._pieces: dict[int, tuple[int, Slab]] = {}  # by address: bytes
         self._left: collections.deque[Slab] = collections.deque()  # unmapped, and to be unlocked
         self._changed = threading.Event()  # one of the two
-        self._locked: set[int] = set()
-        self.all_locked = True  # none was refused
+        self._locked: set[int] = set()  # or tried
+        self._refused: set[int] = set()  # of those: they would be again
         self._locking = threading.Lock()
         self._closed = False
         threading.Thread(target=self._run, name="kvcellar-pins", daemon=True).start()
+
+    @property
+    def all_locked(self) -> bool:
+        """None was refused of what is mapped."""
+        return not self._refused
 
     def mapped(self, slab: Slab) -> None:
         size = slab.shape.slot_bytes
@@ -115,8 +120,7 @@ class Pins:
                 if self.all_locked:
                     log.warning("KVCellar: copies will be slow, cannot page-lock memory: %s", error.name)
                 cudart.cudaGetLastError()  # it would surface in somebody else's call
-                self.all_locked = False
-            # Also when it was refused: it would be again.
+                self._refused.add(address)
             self._locked.add(address)
 
     def _unlock(self, address: int) -> None:
@@ -124,5 +128,6 @@ class Pins:
             self._pieces.pop(address, None)
             if address in self._locked:
                 self._locked.discard(address)
+                self._refused.discard(address)
                 cudart.cudaHostUnregister(address)
                 cudart.cudaGetLastError()
