@@ -454,8 +454,8 @@ def test_places_that_cannot_be_used_are_refused_with_advice(tmp_path):
 
 def with_signal(number, action):
     """A wrapper for programs that are to find it like this, whatever these tests were started under."""
-    code = f"import os, signal, sys; signal.signal({number:d}, signal.{action}); os.execv(sys.argv[1], sys.argv[1:])"
-    return [sys.executable, "-c", code]
+    code = f"import os, signal, sys; signal.signal({number:d}, signal.{action}); "
+    return [sys.executable, "-c", code + "os.execv(sys.argv[1], sys.argv[1:])"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
