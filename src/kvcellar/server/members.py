@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from kvcellar.arena import RackKey
-from kvcellar.errors import Forbidden, RankTaken, Unavailable, WrongOwner
+from kvcellar.errors import Forbidden, Overloaded, RankTaken, Unavailable, WrongOwner
 from kvcellar.ledger import SCHEDULER, LeaseId, Ledger, Session
 from kvcellar.wire import Peer, Process, open_process
 from kvcellar.wire.messages import Hello, Message
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 # Longer than any copy takes: the only guess in the system, and only where the kernel cannot tell.
 QUARANTINE_S = 30.0
+# An engine's process is a few ranks. What it leaves behind stays as long as it lives, with a descriptor each.
+MAX_OF_A_PROCESS = 256
 
 
 class Entry(NamedTuple):
@@ -97,6 +99,9 @@ class Members:
         """Refuse an intruder; make room if the rank's earlier process, or connection, is superseded. Returns
         whether it is the same process that comes back.
         """
+        its = sum(member.peer.process.same_as(peer.process) for member in self.all.values())
+        if its >= MAX_OF_A_PROCESS and (name, rank) not in self.all:
+            raise Overloaded(f"this process is attached {its} times already")
         if any(member.peer.uid != peer.uid for (other, _), member in self.all.items() if other == name):
             raise WrongOwner(f"session {name} belongs to another user")
         known = self.all.get((name, rank))
