@@ -1,6 +1,10 @@
 """What the weights in a folder are, by samples of their bytes."""
 
+import json
+import os
+import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +36,17 @@ def digest(path: Path) -> str:
     found = weights.weights_digest(str(path))
     assert isinstance(found, str)
     return found
+
+
+def write_tensors(file: Path, tensors: Mapping[str, bytes], *, ordered: bool = True) -> None:
+    """As safetensors does; or with names in another order than that of the bytes."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, data in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [end, end := end + len(data)]}
+    names = list(header) if ordered else random.Random(0).sample(list(header), len(header))
+    text = json.dumps({name: header[name] for name in names}).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(tensors.values()))
 
 
 def only_commit(cache: Path) -> str:
@@ -78,6 +93,113 @@ def test_other_code_that_comes_with_them_is_another_model(folder: Path) -> None:
         (folder / "modeling.py").write_text(code)
         seen.add(digest(folder))
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize(
+    "name", ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"]
+)
+def test_what_is_made_of_images_is_part_of_the_model(name: str, folder: Path) -> None:
+    seen = {digest(folder)}
+    for text in ("{}", '{"max_pixels": 1}', '{"max_pixels": 2}'):
+        (folder / name).write_text(text)
+        seen.add(digest(folder))
+    assert len(seen) == 4
+
+
+def test_how_text_becomes_tokens_and_tokens_answers_is_not(folder: Path) -> None:
+    """Tokens are hashed themselves."""
+    before = digest(folder)
+    for name in (
+        "added_tokens.json",
+        "chat_template.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.json",
+    ):
+        (folder / name).write_text("{}")
+    (folder / "cache.json").mkdir()
+    assert digest(folder) == before
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_every_byte_of_a_small_tensor_counts(ordered: bool, folder: Path) -> None:
+    """Scales that were calibrated anew, say, among matrices that stay."""
+    tensors = {"matrix": bytes(4 << 20), "scale": b"one", "norm": bytes(16 << 10), "more": bytes(4 << 20)}
+    file, seen = folder / "model-1.safetensors", set()
+    for changed in (
+        {},
+        {"scale": b"two"},
+        {"norm": bytes((16 << 10) - 1) + b"x"},
+        {"norm": bytes(10_000) + b"x" + bytes((16 << 10) - 10_001)},
+    ):
+        write_tensors(file, tensors | changed, ordered=ordered)
+        seen.add(digest(folder))
+    assert len(seen) == 4
+
+
+def test_of_small_tensors_in_a_row_each_counts(folder: Path) -> None:
+    tensors = {f"layer {number}": bytes(1000) for number in range(4000)}
+    file, seen = folder / "model-1.safetensors", set()
+    for changed in range(0, 4000, 371):
+        write_tensors(file, tensors | {f"layer {changed}": bytes(999) + b"x"})
+        seen.add(digest(folder))
+    assert len(seen) == 11
+
+
+def test_the_same_bytes_under_other_names_are_other_weights(folder: Path) -> None:
+    """Far behind what is sampled of the header."""
+    tensors = {f"layer {number}": bytes(1000) for number in range(4000)}
+    file, seen = folder / "model-1.safetensors", set()
+    for one, other in (("a", "b"), ("b", "a")):
+        write_tensors(file, tensors | {one: b"one", other: b"two"})
+        seen.add(digest(folder))
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"[]",
+        b"[" * 100_000,
+        b"{" + b"x" * 50,
+        b'{"a": 1, "b": {"data_offsets": 1}, "c": {"data_offsets": [0, "1"]}}',
+        b'{"a": {"data_offsets": [-999, 1]}, "b": {"data_offsets": [2, 1]}}',
+        b'{"a": {"data_offsets": [1e9, 2e9]}}',
+        b'{"a": {"data_offsets": [%d, %d]}, "b": {"data_offsets": [0, %d]}}'
+        % (1 << 64, (1 << 64) + 1, 1 << 64),
+        b'{"a": {"data_offsets": [0, 99]}, "b": {"data_offsets": [1, 100]}, "c": {"data_offsets": [0, 5]}}',
+    ],
+)
+def test_a_header_that_is_wrong_leaves_the_samples(header: bytes, folder: Path) -> None:
+    file = folder / "model-1.safetensors"
+    for length in (len(header), len(header) + 1, 5, 1 << 40, (1 << 64) - 1):
+        file.write_bytes(length.to_bytes(8, "little") + header + bytes(3_000_000))
+        before = digest(folder)
+        file.write_bytes(length.to_bytes(8, "little") + header + b"x" * 3_000_000)
+        assert digest(folder) != before != ""
+    file.write_bytes(b"short")
+    assert digest(folder)
+
+
+def test_as_many_small_tensors_as_experts_have_are_few_reads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tensors(
+        folder / "model-1.safetensors", {f"scale {n}": b"four" for n in range(50_000)}, ordered=False
+    )
+    read, pread = [], os.pread
+
+    def counted(*what: int) -> bytes:
+        read.append(what)
+        return pread(*what)
+
+    monkeypatch.setattr(os, "pread", counted)
+    digest(folder)
+    assert len(read) < 200
 
 
 def test_one_file_is_a_model_too_and_a_name_is_none(folder: Path) -> None:
