@@ -41,7 +41,7 @@ def main() -> None:
     os.environ["HF_HOME"] = str(folder / "home")
     socket = folder / "socket"
     said = _of_layers(make_config(model)) | _of_engines(model) | _of_memory(make_config(model), socket)
-    said |= _of_steps(model, socket)
+    said |= _of_steps(model, socket) | _of_backends(make_config(model), socket)
     said |= _of_hosts(make_config(model, kv_transfer_config=make_transfer(str(socket))), socket)
     said |= _of_names(model, folder / "home" / "hub" / "models--some--model")
     (folder / "config.json").write_text(json.dumps(BERT))
@@ -137,8 +137,8 @@ def _of_names(model: str, cache: Path) -> dict[str, str]:
     return found
 
 
-def name_of(config: Any) -> str:
-    """The id of its namespace, or why there is none."""
+def name_of(config: Any, layout: Any = None) -> str:
+    """The id of its namespace, or why there is none. `layout`: of its only rank."""
     from kvcellar.errors import BadRequest  # noqa: PLC0415 - imports numpy
     from kvcellar.vllm.compat import derive_hash_seed  # noqa: PLC0415
     from kvcellar.vllm.identity import block_bytes, make_namespace  # noqa: PLC0415
@@ -147,7 +147,8 @@ def name_of(config: Any) -> str:
     layers = make_layers([full_attention()])
     assert derive_hash_seed(config)
     try:
-        return make_namespace(config, layers, [TensorLayout(block_bytes(layers))], 0, "").id.hex()
+        stages = [layout or TensorLayout(block_bytes(layers))]
+        return make_namespace(config, layers, stages, 0, "").id.hex()
     except BadRequest as error:
         return str(error)
 
@@ -166,6 +167,44 @@ def _of_memory(config: Any, socket: Path) -> dict[str, str]:
         rank = _rank(config, layer, socket, name)
         rank.register_kv_caches({"layer 0": memory})
         found[name] = rank.tensor_layout().problem
+        rank.close()
+    return found
+
+
+class Attention:
+    """A layer of vLLM's, as far as it says who computes it; and with what."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def get_attn_backend(self) -> Any:
+        return self
+
+    def get_name(self) -> str:
+        if not self._name:
+            raise NotImplementedError
+        return self._name
+
+
+def _of_backends(config: Any, socket: Path) -> dict[str, str]:
+    """The namespace of a rank by what computes its layer, in memory of one shape, found early and later."""
+    import torch  # noqa: PLC0415
+
+    from kvcellar.identity import decode_namespace  # noqa: PLC0415
+
+    found = {}
+    for name, layers in (
+        ("K beside V", {"layer 0": Attention("one")}),
+        ("K beside V again", {"layer 0": Attention("one"), "layer 1": Attention("other")}),
+        ("V beside K", {"layer 0": Attention("other")}),
+        ("no name", {"layer 0": Attention("")}),
+        ("no layer", {}),
+    ):
+        object.__setattr__(config.compilation_config, "static_forward_context", layers)
+        rank = _rank(config, full_attention(), socket, name)
+        rank.register_kv_caches({"layer 0": torch.zeros(BLOCKS, 2, BLOCK, 1, 16)})
+        found[name] = name_of(config, rank.tensor_layout())
+        found[f"{name}, early"] = rank._copier and decode_namespace(rank._namespace).id.hex()
         rank.close()
     return found
 

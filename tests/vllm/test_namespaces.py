@@ -52,8 +52,22 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engines(logs: Path) -> dict[str, dict[str, Any]]:
+def engines(played: tuple[dict[str, dict[str, Any]], dict[str, dict[str, str]]]) -> dict[str, dict[str, Any]]:
     """What became of each."""
+    return played[0]
+
+
+@pytest.fixture(scope="module")
+def namespaces(
+    played: tuple[dict[str, dict[str, Any]], dict[str, dict[str, str]]],
+) -> dict[str, dict[str, str]]:
+    """What the server knows, by id."""
+    return played[1]
+
+
+@pytest.fixture(scope="module")
+def played(logs: Path) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, str]]]:
+    """What became of each engine, and the server's namespaces by id."""
     python = vllm_python()
     with server_in(logs) as server:
         server.start(memory="256MiB")
@@ -69,7 +83,8 @@ def engines(logs: Path) -> dict[str, dict[str, Any]]:
         for job in jobs:
             if job.get("unprivileged"):
                 job["model"] = str(hidden)
-        return dict(zip(JOBS, start_engines(jobs, logs / "program"), strict=True))
+        engines = dict(zip(JOBS, start_engines(jobs, logs / "program"), strict=True))
+        return engines, {namespace.id: namespace.identity for namespace in server.status().namespaces}
 
 
 def test_engines_that_differ_in_nothing_that_matters_share(engines: dict[str, dict[str, Any]]) -> None:
@@ -90,6 +105,21 @@ def test_engines_that_compute_something_else_do_not(
 def test_engines_whose_bytes_are_in_another_order_do_not(engines: dict[str, dict[str, Any]]) -> None:
     """Their layers have the same names and sizes."""
     assert len({engines[name]["namespace"] for name in ("mla", "mla, code of transformers")} | {""}) == 3
+
+
+def test_a_namespace_says_by_which_code_kv_was_written(
+    engines: dict[str, dict[str, Any]], namespaces: dict[str, dict[str, str]]
+) -> None:
+    """Of layers of the same names and sizes it may put K where others put V."""
+    for name, backend in (("plain", "CPU_ATTN"), ("mla", "CPU_MLA")):
+        assert f" by {backend} " in namespaces[engines[name]["namespace"]]["kv_layout"]
+
+
+def test_what_a_rank_finds_early_is_what_its_scheduler_finds_later(
+    engines: dict[str, dict[str, Any]], namespaces: dict[str, dict[str, str]]
+) -> None:
+    """Else it would have mapped memory, and taken it from others, for a namespace without an engine."""
+    assert set(namespaces) == {engine["namespace"] for engine in engines.values()} - {""}
 
 
 def test_vllm_that_would_compute_a_failed_load_in_a_wrong_way_has_no_cache_for_it(

@@ -92,3 +92,12 @@ def test_engines_that_got_other_commits_under_one_name_do_not_share(said: dict[s
     assert len(set(ids)) == 3
     assert bytes.fromhex(said["a commit, untold, auto"])
     assert ids[:2] == [said["a commit, in a rank"], said["another commit, in a rank"]]
+
+
+def test_engines_whose_backends_may_put_k_where_others_put_v_do_not_share(said: dict[str, str]) -> None:
+    ids = [said[case] for case in ("K beside V", "V beside K", "no name")]
+    assert all(bytes.fromhex(name) for name in ids)
+    assert len(set(ids)) == 3
+    assert said["K beside V again"] == said["K beside V"]
+    assert said["no layer"] == said["no name"]
+    assert ids == [said[f"{case}, early"] for case in ("K beside V", "V beside K", "no name")]

@@ -61,3 +61,14 @@ def hash_block_tokens(config: VllmConfig, kv_cache_config: KVCacheConfig) -> int
         return int(known)
     _, tokens = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, config)
     return int(tokens)
+
+
+def attention_backend(config: VllmConfig, layer: str) -> str:
+    """Whose code writes a layer's KV, as vLLM calls it. Shape and strides do not tell K from V: of two heads,
+    those of K may come first, or both kinds of one head.
+    """
+    found: Any = getattr(config.compilation_config, "static_forward_context", {}).get(layer)
+    try:
+        return str(found.get_attn_backend().get_name())
+    except Exception:  # noqa: BLE001 - it is other people's code, and one more text among those of the layer
+        return "a backend without a name"

@@ -14,7 +14,7 @@ from kvcellar.errors import BadRequest, CellarError, DeadlineExceeded
 from kvcellar.identity import Namespace, decode_namespace
 from kvcellar.transfer import HostMover, Mover, NoMover, block_memory
 from kvcellar.transfer.geometry import block_shape, describe
-from kvcellar.vllm.compat import derive_hash_seed
+from kvcellar.vllm.compat import attention_backend, derive_hash_seed
 from kvcellar.vllm.copier import Copier, Done
 from kvcellar.vllm.identity import block_bytes, check_supported, make_namespace
 from kvcellar.vllm.metadata import CellarMetadata, TensorLayout, WorkerReport
@@ -68,7 +68,8 @@ class WorkerSide:
                 ):
                     raise CellarError(f"blocks of {shape.block_bytes} bytes in larger pages")
                 self._layout.layers[name] = (
-                    f"{tensor.dtype} {describe(tensor.shape, strides, self._num_blocks)}"
+                    f"{tensor.dtype} {describe(tensor.shape, strides, self._num_blocks)} "
+                    f"by {attention_backend(self._config, name)}"
                 )
                 self._tensors[name] = tensor
             except CellarError as error:
