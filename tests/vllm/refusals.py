@@ -3,7 +3,7 @@ with one thing changed. A program for vLLM's own interpreter; test_refusals.py r
 
 Its arguments are the folder of a model, and one to write to. Answers with a line of JSON: by case, what is
 said; nothing of an engine that is supported. And whether a worker side knows that vLLM schedules ahead, and
-the namespaces of models that have a name.
+the namespaces of models that have a name, of backends and of plugins' classes.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -44,6 +44,7 @@ def main() -> None:
     said |= _of_steps(model, socket) | _of_backends(make_config(model), socket)
     said |= _of_hosts(make_config(model, kv_transfer_config=make_transfer(str(socket))), socket)
     said |= _of_names(model, folder / "home" / "hub" / "models--some--model")
+    said |= _of_plugins(make_config(model), folder)
     (folder / "config.json").write_text(json.dumps(BERT))
     bert = make_config(str(folder), runner="pooling", load_format="dummy", max_model_len=128)
     said["bert"] = _said(bert, [full_attention()])
@@ -134,6 +135,32 @@ def _of_names(model: str, cache: Path) -> dict[str, str]:
             found[f"{case}, untold, {how}"] = name_of(config)
     object.__setattr__(config.model_config, "revision", "some")
     found["a revision"] = name_of(config)
+    return found
+
+
+def _of_plugins(config: Any, folder: Path) -> dict[str, str]:
+    """The namespace of a model by what is registered under its architecture's name."""
+    from kvcellar.vllm import settings  # noqa: PLC0415
+    from tests.vllm.otherwise import Otherwise  # noqa: PLC0415
+
+    registry, arch = config.model_config.registry, config.model_config.architecture
+    (folder / "plugin").mkdir()
+    sys.path.insert(0, str(folder / "plugin"))
+    before, found = registry.models[arch], {"vllm's class": name_of(config)}
+    for name, target, text in (
+        ("a plugin's class", "some_plugin:Model", "1 / 0"),  # if it were imported
+        ("a plugin's class again", "some_plugin:Model", "1 / 0"),
+        ("another class of it", "some_plugin:Other", "1 / 0"),
+        ("a newer plugin's class", "some_plugin:Model", "2 / 0"),
+        ("a plugin's class that is nowhere", "no_plugin.module:Model", ""),
+        ("a class that is there", Otherwise, ""),
+        ("a class that is there, by name", "tests.vllm.otherwise:Otherwise", ""),
+    ):
+        (folder / "plugin" / "some_plugin.py").write_text(text)
+        settings._contents.cache_clear()
+        registry.register_model(arch, target)
+        found[name] = name_of(config)
+    registry.models[arch] = before
     return found
 
 

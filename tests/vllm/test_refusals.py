@@ -101,3 +101,13 @@ def test_engines_whose_backends_may_put_k_where_others_put_v_do_not_share(said: 
     assert said["K beside V again"] == said["K beside V"]
     assert said["no layer"] == said["no name"]
     assert ids == [said[f"{case}, early"] for case in ("K beside V", "V beside K", "no name")]
+
+
+def test_a_model_that_a_plugin_computes_is_another(said: dict[str, str]) -> None:
+    """Whether the class is there already or has only a name; and with other code, another one again."""
+    cases = ("vllm's class", "a plugin's class", "another class of it", "a newer plugin's class")
+    ids = [said[case] for case in (*cases, "a plugin's class that is nowhere", "a class that is there")]
+    assert all(bytes.fromhex(name) for name in ids)
+    assert len(set(ids)) == len(ids)
+    assert said["a plugin's class again"] == said["a plugin's class"]
+    assert said["a class that is there, by name"] == said["a class that is there"]

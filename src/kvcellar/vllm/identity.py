@@ -28,7 +28,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.identity import BlockHash, Group, Layer, Namespace, ParallelStrategy, default_chunk_tokens
 from kvcellar.vllm.compat import hash_block_tokens
 from kvcellar.vllm.metadata import TensorLayout
-from kvcellar.vllm.settings import digest, of_images
+from kvcellar.vllm.settings import digest, of_code, of_images
 from kvcellar.vllm.weights import only_commit, weights_digest
 
 _LAYOUT_VERSION = 1
@@ -107,7 +107,7 @@ def _weights(config: VllmConfig) -> str:
     read = _read_weights(config)
     more = {"images": of_images(model.multimodal_config), "loader": load.model_loader_extra_config}
     more |= {"weights": model.model_weights, "quantization": model.quantization_config}
-    more |= {"code": [model.architecture, getattr(model, "model_class_overrides", {}), model.code_revision]}
+    more |= {"code": of_code(model)}
     return (
         f"{model.revision or ''} {read} {load.load_format} {model.dtype} up to {model.max_model_len} "
         f"tokens {digest(model.hf_config.to_dict())} {digest(more)}"

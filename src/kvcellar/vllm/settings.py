@@ -6,7 +6,9 @@ Knows vLLM's names and imports nothing of it.
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,31 @@ def of_images(config: Any) -> dict[str, Any]:
 def of_adapters(config: Any) -> dict[str, Any]:
     """What an engine makes of LoRA adapters. `config`: vLLM's LoRAConfig, None without any."""
     return _all_but(_SAME_ADAPTER, config)
+
+
+def of_code(model: Any) -> list[Any]:
+    """Whose code computes the model: a plugin may have registered its own under an architecture's name.
+    `model`: vLLM's ModelConfig.
+    """
+    known = model.registry.models.get(model.architecture)
+    found = getattr(known, "model_cls", None)  # or it has only a name, until it is needed
+    module = found.__module__ if found else getattr(known, "module_name", "")
+    name = found.__qualname__ if found else getattr(known, "class_name", "")
+    # What vLLM brings along is of its version.
+    file = "" if not module or module.startswith("vllm.") else _file_of(module)
+    overrides = getattr(model, "model_class_overrides", {})
+    return [model.architecture, overrides, model.code_revision, module, name, file and _contents(file)]
+
+
+def _file_of(module: str) -> str:
+    """Empty if it has none. Imports the packages that it is in, and not the module."""
+    if module in sys.modules:
+        return getattr(sys.modules[module], "__file__", None) or ""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ImportError:
+        return ""  # vLLM will not find it either
+    return spec.origin or "" if spec is not None and spec.has_location else ""
 
 
 def _all_but(names: set[str], config: Any) -> dict[str, Any]:
