@@ -3,7 +3,7 @@ with one thing changed. A program for vLLM's own interpreter; test_refusals.py r
 
 Its arguments are the folder of a model, and one to write to. Answers with a line of JSON: by case, what is
 said; nothing of an engine that is supported. And whether a worker side knows that vLLM schedules ahead, and
-the namespaces of models that have a name, of backends and of plugins' classes.
+the namespaces of models that have a name, of backends, of plugins' classes and by environment variables.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -34,6 +34,28 @@ BERT = {
 }
 
 
+# Of environment variables that decide what is computed, values that are not their defaults.
+OTHERWISE = {
+    "VLLM_B12X_MOE_FP4_FORCE_A16": "1",
+    "VLLM_BATCH_INVARIANT": "1",
+    "VLLM_CPU_INT4_W4A8": "0",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH": "1",
+    "VLLM_DISABLED_KERNELS": "SomeKernel",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": "1",
+    "VLLM_FLOAT32_MATMUL_PRECISION": "high",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "int8"}',
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": '{"dtype": "int4"}',
+    "VLLM_HUMMING_USE_F16_ACCUM": "1",
+    "VLLM_MARLIN_INPUT_DTYPE": "int8",
+    "VLLM_MEDIA_CONNECTOR": "other",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
+    "VLLM_MOE_USE_DEEP_GEMM": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",
+    "VLLM_VIDEO_LOADER_BACKEND": "other",
+}
+
+
 def main() -> None:
     answers = take_stdout()
     model, folder = sys.argv[1], Path(sys.argv[2])
@@ -44,7 +66,7 @@ def main() -> None:
     said |= _of_steps(model, socket) | _of_backends(make_config(model), socket)
     said |= _of_hosts(make_config(model, kv_transfer_config=make_transfer(str(socket))), socket)
     said |= _of_names(model, folder / "home" / "hub" / "models--some--model")
-    said |= _of_plugins(make_config(model), folder)
+    said |= _of_plugins(make_config(model), folder) | _of_environment(make_config(model))
     (folder / "config.json").write_text(json.dumps(BERT))
     bert = make_config(str(folder), runner="pooling", load_format="dummy", max_model_len=128)
     said["bert"] = _said(bert, [full_attention()])
@@ -162,6 +184,19 @@ def _of_plugins(config: Any, folder: Path) -> dict[str, str]:
         found[name] = name_of(config)
     registry.models[arch] = before
     return found
+
+
+def _of_environment(config: Any) -> dict[str, str]:
+    """The namespace by variable that is set, and of one that decides nothing."""
+    found = {}
+    for name, value in (OTHERWISE | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}).items():
+        os.environ[name] = value
+        found[name] = name_of(config)
+        del os.environ[name]
+    os.environ["VLLM_HUMMING_INPUT_QUANT_CONFIG"] = "{"
+    found["no value"] = name_of(config)
+    del os.environ["VLLM_HUMMING_INPUT_QUANT_CONFIG"]
+    return found | {"nothing set": name_of(config)}
 
 
 def name_of(config: Any, layout: Any = None) -> str:

@@ -5,7 +5,11 @@ import subprocess
 
 import pytest
 
+from tests.alone import load
 from tests.vllm.harness import ROOT, model, vllm_python
+from tests.vllm.refusals import OTHERWISE
+
+settings = load("settings")
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -27,6 +31,8 @@ REFUSED = {
     "two tensors": "layer layer 0: its state is not one tensor",
     "a commit, untold, tensorizer": NO_COMMIT,
     "another commit, untold, auto": NO_COMMIT,
+    "no value": "an environment variable of vLLM cannot be read: Expecting property name enclosed in double "
+    "quotes: line 1 column 2 (char 1)",
     "two hosts": "it runs on several hosts, and a server has the KV of one",
     "bert": "vLLM does not support prefix caching for this model, or its way of pooling",
 }
@@ -111,3 +117,11 @@ def test_a_model_that_a_plugin_computes_is_another(said: dict[str, str]) -> None
     assert len(set(ids)) == len(ids)
     assert said["a plugin's class again"] == said["a plugin's class"]
     assert said["a class that is there, by name"] == said["a class that is there"]
+
+
+def test_engines_that_compute_otherwise_by_their_environment_do_not_share(said: dict[str, str]) -> None:
+    ids = {said[name] for name in OTHERWISE}
+    assert all(bytes.fromhex(name) for name in ids)
+    assert len(ids - {said["nothing set"]}) == len(OTHERWISE)
+    assert said["VLLM_USE_FLASHINFER_SAMPLER"] == said["nothing set"]
+    assert set(settings._ENVIRONMENT) - OTHERWISE.keys() == {"VLLM_TEST_FORCE_FP8_MARLIN"}  # of vLLM 0.26

@@ -28,7 +28,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.identity import BlockHash, Group, Layer, Namespace, ParallelStrategy, default_chunk_tokens
 from kvcellar.vllm.compat import hash_block_tokens
 from kvcellar.vllm.metadata import TensorLayout
-from kvcellar.vllm.settings import digest, of_code, of_images
+from kvcellar.vllm.settings import digest, of_code, of_environment, of_images
 from kvcellar.vllm.weights import only_commit, weights_digest
 
 _LAYOUT_VERSION = 1
@@ -101,13 +101,13 @@ def _weights(config: VllmConfig) -> str:
     is, nor that weights are drawn, come from elsewhere, or are quantized as they come; nor how long a prompt
     may be, which decides the rope (LongRoPE) or the attention (Llama 4) of some models; nor what the engine
     makes of images; nor whose code computes the model: transformers' has the rotated part of MLA's keys in
-    another order than vLLM's.
+    another order than vLLM's; nor what vLLM's environment has it compute in other precision.
     """
     model, load = config.model_config, config.load_config
     read = _read_weights(config)
     more = {"images": of_images(model.multimodal_config), "loader": load.model_loader_extra_config}
     more |= {"weights": model.model_weights, "quantization": model.quantization_config}
-    more |= {"code": of_code(model)}
+    more |= {"code": of_code(model), "environment": of_environment(envs)}
     return (
         f"{model.revision or ''} {read} {load.load_format} {model.dtype} up to {model.max_model_len} "
         f"tokens {digest(model.hf_config.to_dict())} {digest(more)}"

@@ -41,6 +41,32 @@ _SAME_ADAPTER = {
 }
 
 
+# Environment variables of vLLM that decide what is computed. Not those that choose among kernels of the same
+# precision, which differ in rounding alone; nor those of what is known otherwise (VLLM_MODEL_REDIRECT_PATH by
+# the model's path, VLLM_MLA_DISABLE by the kind of layers) or refused (K_SCALE_CONSTANT: calculate_kv_scales,
+# VLLM_ROCM_... and VLLM_XPU_...: the kind of GPU).
+_ENVIRONMENT = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",  # activations of experts, in 16 bits or in 4
+    "VLLM_BATCH_INVARIANT",  # and with it which kernels, also of other precision
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",  # activations in 4 bits on their way to experts
+    "VLLM_DISABLED_KERNELS",  # what is chosen instead may quantize activations in another way, or not
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MEDIA_CONNECTOR",  # reads images and videos, which have the same name whatever it makes of them
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_MOE_USE_DEEP_GEMM",  # these three: whether scales are rounded to powers of two
+    "VLLM_USE_DEEP_GEMM",
+    "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_TEST_FORCE_FP8_MARLIN",  # activations in 16 bits
+    "VLLM_VIDEO_LOADER_BACKEND",  # which frames of a video, and how they are decoded
+)
+
+
 def of_images(config: Any) -> dict[str, Any]:
     """What an engine makes of images and videos: vLLM 0.26 hashes only what a request says of that. `config`:
     vLLM's MultiModalConfig, None for a model that takes none.
@@ -54,6 +80,14 @@ def of_images(config: Any) -> dict[str, Any]:
 def of_adapters(config: Any) -> dict[str, Any]:
     """What an engine makes of LoRA adapters. `config`: vLLM's LoRAConfig, None without any."""
     return _all_but(_SAME_ADAPTER, config)
+
+
+def of_environment(envs: Any) -> dict[str, Any]:
+    """`envs`: vLLM's module of them, which has each with its default; None for those of other versions."""
+    try:
+        return {name: getattr(envs, name, None) for name in _ENVIRONMENT}
+    except (OSError, ValueError) as error:  # vLLM has not looked, or will say it too
+        raise BadRequest(f"an environment variable of vLLM cannot be read: {error}") from error
 
 
 def of_code(model: Any) -> list[Any]:
