@@ -66,7 +66,9 @@ def main() -> None:
     said |= _of_steps(model, socket) | _of_backends(make_config(model), socket)
     said |= _of_hosts(make_config(model, kv_transfer_config=make_transfer(str(socket))), socket)
     said |= _of_names(model, folder / "home" / "hub" / "models--some--model")
-    said |= _of_plugins(make_config(model), folder) | _of_environment(make_config(model))
+    said |= (
+        _of_trainers(model) | _of_plugins(make_config(model), folder) | _of_environment(make_config(model))
+    )
     (folder / "config.json").write_text(json.dumps(BERT))
     bert = make_config(str(folder), runner="pooling", load_format="dummy", max_model_len=128)
     said["bert"] = _said(bert, [full_attention()])
@@ -157,6 +159,30 @@ def _of_names(model: str, cache: Path) -> dict[str, str]:
             found[f"{case}, untold, {how}"] = name_of(config)
     object.__setattr__(config.model_config, "revision", "some")
     found["a revision"] = name_of(config)
+    return found
+
+
+def _of_trainers(model: str) -> dict[str, str]:
+    """Who may put weights in the place of those that vLLM drew or read."""
+    from vllm.config import ModelConfig, WeightTransferConfig  # noqa: PLC0415
+
+    named = ModelConfig(model="some/model", dtype="float32", skip_tokenizer_init=True)  # see _of_names
+    assert named.revision == "main"
+    found = {}
+    for name, options, trained in (
+        ("drawn", {"load_format": "dummy"}, False),
+        ("drawn, then sent", {"load_format": "dummy"}, True),
+        ("drawn, then set", {"load_format": "dummy", "worker_extension_cls": "some.Class"}, False),
+        ("drawn, then sent, of a run", {"load_format": "dummy", "revision": "run 1"}, True),
+        ("drawn, then sent, by name", {"load_format": "dummy"}, True),
+        ("read, then sent", {}, True),
+    ):
+        config = make_config(model, **options)
+        if trained:
+            object.__setattr__(config, "weight_transfer_config", WeightTransferConfig())
+        if name.endswith("by name"):
+            object.__setattr__(config, "model_config", named)
+        found[name] = _said(config, [full_attention()])
     return found
 
 

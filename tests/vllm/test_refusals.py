@@ -19,6 +19,10 @@ NO_COMMIT = (
     "nobody knows of which commit the weights of some/model are, say which they are with --revision, and "
     "another one whenever they change"
 )
+NO_RUN = (
+    "nobody knows which weights will take the place of dummy ones, say which they are with --revision, "
+    "another one for each run, and reset with reset_connector=True after each update"
+)
 REFUSED = {
     "sees later tokens": "layer layer 0 lets tokens see later ones, on which its KV then depends",
     "decode_context_parallel_size": "decode context parallelism is not supported yet",
@@ -31,6 +35,9 @@ REFUSED = {
     "two tensors": "layer layer 0: its state is not one tensor",
     "a commit, untold, tensorizer": NO_COMMIT,
     "another commit, untold, auto": NO_COMMIT,
+    "drawn, then sent": NO_RUN,
+    "drawn, then set": NO_RUN,
+    "drawn, then sent, by name": NO_RUN,
     "no value": "an environment variable of vLLM cannot be read: Expecting property name enclosed in double "
     "quotes: line 1 column 2 (char 1)",
     "two hosts": "it runs on several hosts, and a server has the KV of one",
@@ -57,6 +64,11 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_a_plain_engine_is_supported(said: dict[str, str]) -> None:
     assert said["supported"] == said["whole pages"] == said["ec_producer"] == said["one host"] == ""
+
+
+def test_weights_that_are_known_may_be_replaced_later(said: dict[str, str]) -> None:
+    """By a reset, which is somebody's to call; and drawn ones are known as long as they stay."""
+    assert said["drawn"] == said["drawn, then sent, of a run"] == said["read, then sent"] == ""
 
 
 def test_a_worker_side_knows_whether_vllm_schedules_ahead(said: dict[str, str]) -> None:

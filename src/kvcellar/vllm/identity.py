@@ -118,6 +118,7 @@ def _read_weights(config: VllmConfig) -> str:
     """Samples of their files, or the commit of a model that has a name. Empty if the revision has to do."""
     model, load = config.model_config, config.load_config
     if load.load_format == "dummy":
+        _check_drawn(config)
         return ""
     cached = ""
     try:
@@ -136,6 +137,18 @@ def _read_weights(config: VllmConfig) -> str:
     if commit or model.revision:
         return str(commit or "")
     raise Unsupported(f"{problem}, say which they are with --revision, and another one whenever they change")
+
+
+def _check_drawn(config: VllmConfig) -> None:
+    """Drawn weights are the same everywhere, until a trainer puts others in their place."""
+    trainer = getattr(config, "weight_transfer_config", None) or config.parallel_config.worker_extension_cls
+    revision = config.model_config.revision
+    # What nobody asked for is called "main" by vLLM 0.32.
+    if trainer and not getattr(revision, "initial", revision):
+        raise Unsupported(
+            "nobody knows which weights will take the place of dummy ones, say which they are with "
+            "--revision, another one for each run, and reset with reset_connector=True after each update"
+        )
 
 
 def _device() -> str:
