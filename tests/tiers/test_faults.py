@@ -69,7 +69,7 @@ def test_a_tier_that_stalls_while_it_reads_holds_nobody_past_its_deadline(gate, 
     eventually(lambda: not tier(server).queued)
     forget(server)
     (gate / "stall").touch()
-    grants = [one.scheduler.lookup(keys(20), 60.0, 5.0) for _ in range(3)]
+    grants = [one.scheduler.lookup(keys(20), 60.0, 0.5) for _ in range(3)]
     assert [one.wait_for(grant).lease for grant in grants] == [0, 0, 0]
     (gate / "stall").unlink()
     eventually(lambda: one.hit(1) == 1)  # what was read after all is kept
@@ -119,6 +119,52 @@ def test_a_read_that_hangs_keeps_its_place_until_it_ends(gate, stopped_server, e
             assert one.read(grant, 0, seed) == []
             one.release(grant)
     (gate / "slow").unlink()
+
+
+def test_what_a_tier_hangs_over_is_stored_and_found_again(gate, stopped_server, engine):
+    """The places it may yet write to are nobody's until it returns; the chunks are anybody's at once."""
+    server = stopped_server.start(memory="1MiB")
+    one = engine()
+    one.store(20)
+    eventually(lambda: not tier(server).queued)
+    forget(server)
+    (gate / "stall").touch()
+    grant = one.scheduler.lookup(keys(20), 60.0, 3600.0)
+    assert one.wait_for(grant).lease == 0, "long before its deadline"
+    one.store(20)
+    assert one.hit(20) == 20
+    for seed in range(100, 108):  # everything that may be taken is taken
+        one.store(100, seed)
+    [group] = server.status().namespaces[0].groups
+    assert 0 < group.slots - group.free - group.stripes <= HANDS
+    (gate / "stall").unlink()
+
+    def all_places_are_back() -> bool:
+        [group] = server.status().namespaces[0].groups
+        return bool(group.stripes + group.free == group.slots)
+
+    eventually(all_places_are_back)
+    for seed in (0, *range(100, 108)):
+        grant = one.lookup(100, seed)
+        if grant.lease:
+            assert one.read(grant, 0, seed) == []
+            one.release(grant)
+
+
+def test_what_a_tier_hangs_over_comes_from_the_one_behind(gate, stopped_server, engine):
+    stopped_server.flags["--tier"] += " memory://"
+    server = stopped_server.start()
+    one = engine()
+    one.store(20)
+    eventually(lambda: not any(one.queued for one in server.status().tiers))
+    forget(server)
+    (gate / "stall").touch()
+    grant = one.scheduler.lookup(keys(20), 60.0, 3600.0)
+    assert one.wait_for(grant).lease == 0
+    grant = one.bring(20)
+    assert grant.chunks == 20
+    check(one, grant)
+    (gate / "stall").unlink()
 
 
 def test_reads_that_no_thread_has_begun_hold_no_places(gate, stopped_server, engine):

@@ -2,12 +2,16 @@
 
 The place is the server's own while it is being written: it becomes an object like any other when every shard
 was read and checked, and free again when one was not. Kept or temporary is decided when it is taken.
+
+A read that hangs may write to its place whenever it wakes up, so the place stays taken. But nobody waits for
+it any more, and the chunk is absent: an engine may store it, and the tiers behind may have it.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from kvcellar.errors import Corrupt
 from kvcellar.ledger import Ledger, Shelf, Stripe
@@ -91,10 +95,19 @@ class Fetches:
         except (OSError, Corrupt) as error:  # a slab that cannot be mapped: nobody has begun to write to it
             log.warning("cannot bring up an object: %s", error)
         # Not in a `finally`: when the server ends, a thread may still be writing to the place.
-        del self._running[fetch.at]
         if stripe is not None:
             self._settle(fetch, stripe, source)
-        fetch.done.set_result(source is not None)
+        self._end(fetch, found=source is not None)
+
+    def _end(self, fetch: Fetch, *, found: bool) -> None:
+        if not fetch.done.done():  # else a read hung, and another fetch of the same may run by now
+            del self._running[fetch.at]
+            fetch.done.set_result(found)
+
+    def _hang(self, fetch: Fetch, stripe: Stripe) -> None:
+        """The place is free when the read returns after all: what is hidden is not published."""
+        fetch.shelf.hide(stripe, "aborted")
+        self._end(fetch, found=False)
 
     async def _take(self, fetch: Fetch) -> Stripe | None:
         shelf, room = fetch.shelf, fetch.goods.room
@@ -109,13 +122,16 @@ class Fetches:
     async def _read(self, fetch: Fetch, stripe: Stripe, sources: list[Tier]) -> Tier | None:
         """The tier that had all of it. Returns only when no thread writes to the place any more."""
         objects = self.objects.of_stripe(fetch.goods, fetch.group, fetch.key, stripe.place)
+        hangs = partial(self._hang, fetch, stripe)
         for tier in sources:
             reads = [
-                tier.read(one.name, one.buffer, one.seal.checker(fetch.key), lambda: fetch.give_up)
+                tier.read(one.name, one.buffer, one.seal.checker(fetch.key), lambda: fetch.give_up, hangs)
                 for one in objects
             ]
             if all(await asyncio.gather(*reads)):
                 return tier
+            if fetch.done.done():
+                break
         return None
 
     def _settle(self, fetch: Fetch, stripe: Stripe, source: Tier | None) -> None:
@@ -124,7 +140,7 @@ class Fetches:
             shelf.remove(stripe, "aborted")
             return
         if not shelf.publish([stripe]):
-            return  # cleared meanwhile
+            return  # cleared meanwhile, or too late
         for wait in fetch.waiting:
             self._ledger.own.pin(shelf, stripe)
             wait.holds.append((shelf, stripe))

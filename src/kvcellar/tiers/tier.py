@@ -78,6 +78,7 @@ class _Call(Generic[T]):
         self.made = False
         self.started = 0.0
         self.overdue = False
+        self.told: Callable[[], None] | None = None  # when it is overdue
         self.future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
     @property
@@ -161,10 +162,16 @@ class Tier:
         return future
 
     def read(
-        self, name: str, target: Buffer, is_intact: Callable[[Buffer], bool], give_up: GiveUp | None = None
+        self,
+        name: str,
+        target: Buffer,
+        is_intact: Callable[[Buffer], bool],
+        give_up: GiveUp | None = None,
+        overdue: Callable[[], None] | None = None,
     ) -> asyncio.Future[bool]:
         """Fill the target. False: not there, or not intact, and then the target holds rubbish. `is_intact` is
-        called in a thread.
+        called in a thread; `overdue` on the loop, if the engine does not return in time: it may yet write to
+        the target.
         """
         found = ""  # counted on the loop: += of several threads loses some
 
@@ -188,7 +195,9 @@ class Tier:
                 self.stats.counts[found] += 1
 
         began = self.stats.reads.begin()
-        future = self._ask(_Call(self._readable, work, failed=False, give_up=give_up), urgent=True)
+        call = _Call(self._readable, work, failed=False, give_up=give_up)
+        call.told = overdue
+        future = self._ask(call, urgent=True)
         future.add_done_callback(answered)
         return future
 
@@ -364,6 +373,8 @@ class Tier:
                 call.overdue = True
                 self.stats.counts["stuck"] += 1
                 self._fail(call.breaker, f"no answer within {self._overdue_s:g} s", at_once=True)
+                if call.told is not None:
+                    call.told()
         for call, work in list(self._unfinished.items()):
             # A thread may be taking it just now: then it is that thread's, and with it the buffer.
             if not self._is_worth_a_try(call) and self._crew.withdraw(work):
