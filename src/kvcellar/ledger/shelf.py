@@ -58,7 +58,7 @@ class Shelf:
         self._free: list[Place] = []
         self._vacated = 0  # of the free places: those that temporary stripes have left
         self._limbo: list[Place] = []
-        self._hidden = 0
+        self._hidden: Counter[int] = Counter()  # by rack
         # After the policy found nothing that may go: whatever may since then, or could. None: ask the policy.
         self._loose: set[Stripe] | None = None
         self._guarded = False  # engines of an earlier server may be about: evict nothing, reuse nothing
@@ -162,7 +162,7 @@ class Shelf:
             self.left_by[reason] += 1
             self._vacated += stripe.temporary
         else:
-            self._hidden -= 1  # counted when it was hidden
+            self._hidden[rack_of(stripe.place)] -= 1  # counted when it was hidden
         self._release_place(stripe)
         self._vacated = min(self._vacated, len(self._free))
 
@@ -176,7 +176,7 @@ class Shelf:
         self._unindex(stripe)
         self.tables[rack_of(stripe.place)].withdraw(slot_of(stripe.place))
         self.left_by[reason] += 1
-        self._hidden += 1
+        self._hidden[rack_of(stripe.place)] += 1
         stripe.temporary = True
 
     def clear(self) -> int:
@@ -225,10 +225,10 @@ class Shelf:
 
     def idle_racks(self) -> set[int]:
         """In these nothing is pinned, being written, hidden or in limbo; nobody unknown may use them."""
-        if self._hidden or self._guarded:
+        if self._guarded:
             return set()
         busy = {rack_of(stripe.place) for stripe in self._index.values() if stripe.pins or not stripe.ready}
-        return self.tables.keys() - busy - {rack_of(place) for place in self._limbo}
+        return self.tables.keys() - busy - set(+self._hidden) - {rack_of(place) for place in self._limbo}
 
     def retire(self, number: int) -> None:
         """Give up a rack and all it holds; it must be idle."""
@@ -236,7 +236,7 @@ class Shelf:
             self.remove(stripe, "returned")
         self._free = [place for place in self._free if rack_of(place) != number]
         self._vacated = min(self._vacated, len(self._free))
-        del self.tables[number]
+        del self.tables[number], self._hidden[number]
 
     def set_guarded(self, guarded: bool) -> None:
         """While guarded nothing is evicted, and no place is given out that an earlier server gave away."""
@@ -252,9 +252,9 @@ class Shelf:
         places = [*self._free, *self._limbo, *(stripe.place for stripe in self._index.values())]
         assert len(set(places)) == len(places), "a place in two hands"
         assert 0 <= self._vacated <= len(self._free), "vacated places miscounted"
-        assert len(places) + self._hidden == self.slots, (
-            f"{len(places)} + {self._hidden} of {self.slots} places"
-        )
+        found = Counter(map(rack_of, places)) + self._hidden
+        slots = Counter({number: table.slots for number, table in self.tables.items()})
+        assert found == slots, f"places by rack: {dict(found)} of {slots}"
         assert self._children == Counter(s.parent for s in self._index.values() if s.parent), (
             "children miscounted"
         )
