@@ -87,10 +87,15 @@ class Lease:
 
     def pick(self, mask: int, position: int) -> list[Stripe]:
         """The stripes of these bits in one group, later chunks first."""
-        every = (1 << self.chunks) - 1
-        run = mask >> position * self.chunks & every
-        row = self.stripes[position * self.chunks : (position + 1) * self.chunks]
-        chosen = row if run == every else [row[chunk] for chunk in bits(run)]
+        run = mask >> position * self.chunks & (1 << self.chunks) - 1
+        if not run:
+            return []
+        # From the lowest bit to the highest: a commit of one chunk must not look at a prompt of thousands.
+        first = (run & -run).bit_length() - 1
+        run >>= first
+        start = position * self.chunks + first
+        row = self.stripes[start : start + run.bit_length()]
+        chosen = row if run.bit_count() == len(row) else [row[chunk] for chunk in bits(run)]
         return cast(list[Stripe], chosen[::-1])
 
     @property
