@@ -14,6 +14,7 @@ from kvcellar.identity import (
     Layer,
     LayoutDesc,
     Namespace,
+    NamespaceId,
     ParallelStrategy,
 )
 from kvcellar.ledger import SCHEDULER, Granted, Ledger
@@ -77,6 +78,23 @@ class MemoryTable:
 
     def withdraw(self, slot: int) -> None:
         self.states[slot] = WRITING
+
+
+def clear(ledger: Ledger, namespace_id: NamespaceId | None = None) -> int:
+    """To the end, as the server does in many turns."""
+    cleared = ledger.clear(namespace_id)
+    sweep(ledger)
+    return cleared
+
+
+def end_grace(ledger: Ledger) -> None:
+    ledger.set_grace(False)
+    sweep(ledger)
+
+
+def sweep(ledger: Ledger) -> None:
+    while ledger.sweep():
+        pass
 
 
 class Engine:

@@ -366,6 +366,7 @@ def test_while_an_old_engine_is_silent_nothing_is_evicted_and_no_limbo_reused(se
     assert server.status().in_grace
     stalled.signal(end)
     eventually(lambda: not server.status().in_grace)
+    eventually(lambda: books(server)[1] == 4)
     assert new.store(16, seed=1).chunks == 16
     assert server.slab_bytes() <= 1 << 20
 
@@ -466,3 +467,43 @@ def test_a_server_that_is_the_first_of_its_pid_namespace_knows_engines_of_anothe
         one.close()
     finally:
         stopped_server.kill()  # unshare passes no other signal on
+
+
+def test_a_server_that_is_stopped_while_it_clears_leaves_nothing_to_the_next(tmp_path, monkeypatch):
+    folder = Path(tempfile.mkdtemp(prefix="kvcellar-clear-", dir="/dev/shm"))
+    settings = Settings(memory=1 << 20, folder=folder, socket=tmp_path / "s")
+
+    async def no_turn_ever_comes(_ledger: object) -> None:
+        await asyncio.Event().wait()
+
+    def store_and_clear() -> None:
+        scheduler, worker = Raw(settings.socket_path, hello()), Raw(settings.socket_path, hello("worker"))
+        for client in (scheduler, worker):
+            client.register(ONE)
+        grant = scheduler.reserve(ONE, 1)
+        worker.ask(m.Commit(grant.lease, 0, 1))
+        admin = Raw(settings.socket_path, m.Hello(m.PROTOCOL_VERSION, "admin"))
+        admin.say(m.Request(1, 10_000, (m.Clear(),)), m.Request(2, 10_000, (m.Ping(),)))
+        reply = admin.hear()
+        assert isinstance(reply, m.Reply)
+        assert reply.id == 2, "it answers others while it clears"
+        for client in (scheduler, worker, admin):
+            client.close()
+
+    async def live() -> None:
+        server = Server(settings)
+        serving = asyncio.create_task(server.serve())
+        while not settings.socket_path.exists():
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr("kvcellar.server.operations.sweep", no_turn_ever_comes)
+        await asyncio.to_thread(store_and_clear)
+        [room] = server._ledger.rooms.values()
+        assert room.shelves[0].free_slots < room.shelves[0].slots
+        server.stop()
+        await serving
+        assert room.shelves[0].free_slots == room.shelves[0].slots
+
+    try:
+        asyncio.run(live())
+    finally:
+        shutil.rmtree(folder)

@@ -8,8 +8,9 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -23,7 +24,7 @@ from kvcellar.identity import ChunkKey, Namespace, NamespaceId
 from kvcellar.ledger import NO_LEASE, SCHEDULER, Granted, LeaseId, Ledger, Shelf, audit
 from kvcellar.sketch import OwnSketch
 from kvcellar.slab import NO_PLACE, Place, place_of
-from tests.support import keys
+from tests.support import end_grace, keys, sweep
 from tests.unit.ledger_model import (
     ENGINES,
     HOLD_PAGES,
@@ -64,6 +65,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp(prefix="kvcellar-test-", dir="/dev/shm"))
         self.model = Model()
         self.epoch = 0
+        self.patch = mock.patch("kvcellar.ledger.shelf._SWEEP", 2)
+        self.patch.start()
         self._serve()
         for ns in {ns.id: ns for ns in ENGINES.values()}.values():
             for group in range(len(ns.groups)):
@@ -253,12 +256,34 @@ class LedgerMachine(RuleBasedStateMachine):
             self.model.forget(cell)
 
     @precondition(something_visible)
-    @rule(chosen=st.sampled_from([None, *RACKS]))
-    def clear(self, chosen: NamespaceId | None) -> None:
+    @rule(chosen=st.sampled_from([None, *RACKS]), meanwhile=st.lists(picks, max_size=6))
+    def clear(self, chosen: NamespaceId | None, meanwhile: list[int]) -> None:
+        self._clear(chosen)
+        acts = [*self.acts_meanwhile()]
+        for pick in meanwhile:
+            acts[pick % len(acts)](pick // len(acts))
+            audit(self.ledger)
+            self.ledger_finds_exactly_what_is_visible()
+        sweep(self.ledger)
+
+    def _clear(self, chosen: NamespaceId | None) -> None:
         self.ledger.clear(chosen)
         for cell in self.model.here():
             if chosen in (None, cell.namespace):
                 self.model.forget(cell)
+
+    def acts_meanwhile(self) -> Iterator[Callable[[int], object]]:
+        """What may happen while places that were cleared are not free yet."""
+        yield lambda _: self.ledger.sweep()
+        yield lambda pick: self.store(pick, pick % 3, 5)
+        yield lambda pick: self.reserve(pick, pick % 3, 0, 5)
+        yield lambda pick: self.lookup(pick, pick % 3, 5, load=False)
+        yield self.commit
+        yield lambda pick: self.answer(pick, "abort", 0, 1)
+        yield lambda pick: self.release(pick, 0, 5, scheduler=False)
+        yield self.condemn
+        yield lambda pick: self.die(MEMBERS[pick % len(MEMBERS)])
+        yield lambda _: self._clear(None)
 
     @precondition(lambda self: self.model.ended)
     @rule(pick=picks, how=st.sampled_from(["commit", "abort", "release"]))
@@ -299,7 +324,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def _end_grace_when_all_are_back(self) -> None:
         if self.ledger.in_grace and not self.model.awaited:
-            self.ledger.set_grace(False)
+            end_grace(self.ledger)
             self.model.guarded = set()
 
     @rule(member=st.sampled_from(MEMBERS))
@@ -362,6 +387,7 @@ class LedgerMachine(RuleBasedStateMachine):
             finally:
                 self._stop()
                 shutil.rmtree(self.root)
+                self.patch.stop()
 
     def everything_is_free_when_all_are_gone(self) -> None:
         for member in MEMBERS:

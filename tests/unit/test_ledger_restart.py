@@ -3,7 +3,7 @@
 import pytest
 
 from kvcellar.ledger import Ledger, Shelf, audit
-from tests.support import FREE, READY, WRITING, Engine, MemoryTable, keys, namespace
+from tests.support import FREE, READY, WRITING, Engine, MemoryTable, clear, end_grace, keys, namespace
 
 PAGE = 4096
 A, B, C, D = keys(4)
@@ -62,7 +62,7 @@ def test_after_grace_limbo_is_free_and_eviction_goes_on(small, table):
     small.store([A, B])
     small.reserve([C], B)
     engine = restarted(table)
-    engine.ledger.set_grace(False)
+    end_grace(engine.ledger)
     assert (engine.free_slots(), table.states) == (2, [READY, READY, FREE, FREE])
     assert engine.reserve([X, Y, Z]).chunks == 3
     assert there(engine, A, B) == [True, False]
@@ -77,7 +77,7 @@ def test_namespace_that_arrives_in_grace_is_not_evicted_either():
     assert engine.reserve([B]).chunks == 0
     ledger.set_pinned(engine.namespace.id, False)
     assert engine.reserve([B]).chunks == 0
-    ledger.set_grace(False)
+    end_grace(ledger)
     assert engine.reserve([B]).chunks == 1
 
 
@@ -86,17 +86,17 @@ def test_rack_with_places_in_limbo_is_not_idle(small, table):
     engine = restarted(table)
     shelf = engine.room.shelves[0]
     assert shelf.idle_racks() == set()
-    engine.ledger.set_grace(False)
+    end_grace(engine.ledger)
     assert shelf.idle_racks() == {0}
 
 
 def test_in_grace_clear_hides_but_gives_out_no_place_that_an_old_reader_may_have(small, table):
     small.store([A, B, C, D])
     engine = restarted(table)
-    engine.ledger.clear()
+    clear(engine.ledger)
     assert (engine.hit([A]), set(table.states)) == (0, {WRITING})  # nor would the next server find it
     assert engine.reserve([X]).chunks == 0
-    engine.ledger.set_grace(False)
+    end_grace(engine.ledger)
     assert engine.reserve([X]).chunks == 1
     audit(engine.ledger)
 
@@ -108,7 +108,7 @@ def test_in_grace_a_condemned_place_is_not_given_out(small, table):
     engine.ledger.condemn(engine.session, 0, read.lease, 0, 0)
     engine.release(read)
     assert engine.reserve([X]).chunks == 0
-    engine.ledger.set_grace(False)
+    end_grace(engine.ledger)
     assert engine.reserve([X]).chunks == 1
     audit(engine.ledger)
 
@@ -118,7 +118,7 @@ def test_what_was_hidden_while_it_was_read_does_not_come_back_after_a_restart(sm
     small.store([A])
     read = small.lookup([A])
     if leave == "clear":
-        small.ledger.clear()
+        clear(small.ledger)
     else:
         small.ledger.condemn(small.session, 0, read.lease, 0, 0)
     engine = restarted(table)
@@ -156,5 +156,6 @@ def test_leftover_of_a_key_in_another_rack_is_free_only_after_grace():
     assert (len(shelf), shelf.slots, shelf.free_slots) == (1, 4, 2)
     assert tables[1].states == [WRITING, FREE]
     shelf.set_guarded(False)
+    assert [shelf.sweep(), shelf.sweep()] == [True, False]
     shelf.check({})
     assert shelf.free_slots == 3

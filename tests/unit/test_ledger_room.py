@@ -9,7 +9,19 @@ from kvcellar.identity import ParallelStrategy, needed_chunks
 from kvcellar.ledger import NO_LEASE, SCHEDULER, Ledger
 from kvcellar.ledger.room import Room
 from kvcellar.slab import place_of, rack_of
-from tests.support import FREE, READY, WRITING, Engine, MemoryTable, full_group, keys, namespace, window_group
+from tests.support import (
+    FREE,
+    READY,
+    WRITING,
+    Engine,
+    MemoryTable,
+    clear,
+    end_grace,
+    full_group,
+    keys,
+    namespace,
+    window_group,
+)
 
 TP2 = namespace(parallel=ParallelStrategy(tp=2))
 HYBRID = namespace(groups=(full_group(), window_group(2)))
@@ -339,14 +351,14 @@ def test_hit_that_ends_before_the_hold_limit_gives_no_reason():
 
 def test_clear_forgets_everything_and_says_how_much(small):
     small.store([A, B])
-    assert small.ledger.clear() == 2
+    assert clear(small.ledger) == 2
     assert (small.hit([A]), small.free_slots(), small.room.shelves[0].left_by) == (0, 4, {"cleared": 2})
 
 
 def test_clear_forgets_every_group(ledger):
     engine = Engine(ledger, HYBRID)
     engine.store([A, B])
-    assert ledger.clear() == 4
+    assert clear(ledger) == 4
     assert (engine.free_slots(0), engine.free_slots(1)) == (8, 8)
 
 
@@ -354,7 +366,7 @@ def test_clear_of_one_namespace_leaves_the_others(ledger, small):
     other = Engine(ledger, TP2, "other")
     small.store([A])
     other.store([A])
-    assert ledger.clear(TP2.id) == 1
+    assert clear(ledger, TP2.id) == 1
     assert (small.hit([A]), other.hit([A])) == (1, 0)
 
 
@@ -362,7 +374,7 @@ def test_clear_while_pinned_hides_at_once_and_frees_at_the_last_release(ledger):
     engine = Engine(ledger, TP2, slots=4)
     engine.store([A])
     read = engine.lookup([A])
-    ledger.clear()
+    clear(ledger)
     assert (engine.hit([A]), engine.free_slots()) == (0, 3)
     engine.release(read, 0)
     assert engine.free_slots() == 3
@@ -372,7 +384,7 @@ def test_clear_while_pinned_hides_at_once_and_frees_at_the_last_release(ledger):
 
 def test_clear_while_writing_hides_at_once_and_the_commit_comes_too_late(small):
     write = small.reserve([A])
-    assert small.ledger.clear() == 1
+    assert clear(small.ledger) == 1
     assert small.free_slots() == 3
     assert small.commit(write) == 1
     assert (small.hit([A]), small.free_slots()) == (0, 4)
@@ -382,7 +394,7 @@ def test_clear_while_writing_hides_at_once_and_the_commit_comes_too_late(small):
 def test_cleared_key_can_be_stored_again_while_the_old_bytes_are_still_read(small):
     (old,) = small.store([A]).places
     read = small.lookup([A])
-    small.ledger.clear()
+    clear(small.ledger)
     (new,) = small.store([A]).places
     assert old != new
     small.release(read)
@@ -392,7 +404,7 @@ def test_cleared_key_can_be_stored_again_while_the_old_bytes_are_still_read(smal
 def test_second_clear_finds_nothing(small):
     small.store([A])
     small.lookup([A])
-    assert [small.ledger.clear(), small.ledger.clear()] == [1, 0]
+    assert [clear(small.ledger), clear(small.ledger)] == [1, 0]
 
 
 def test_rack_with_a_hidden_stripe_is_not_idle_but_others_are(small):
@@ -401,7 +413,7 @@ def test_rack_with_a_hidden_stripe_is_not_idle_but_others_are(small):
     shelf.add_rack(1, MemoryTable(4))
     (place,) = small.store([A]).places[0]
     read = small.lookup([A])
-    small.ledger.clear()
+    clear(small.ledger)
     assert shelf.idle_racks() == {0, 1} - {rack_of(place)}
     small.release(read)
     assert shelf.idle_racks() == {0, 1}
@@ -468,7 +480,7 @@ def test_nothing_is_evicted_while_grace_lasts(small):
     small.store([A, B, C, D])
     small.ledger.set_grace(True)
     assert small.reserve([X]).chunks == 0
-    small.ledger.set_grace(False)
+    end_grace(small.ledger)
     assert small.reserve([X]).chunks == 1
 
 
@@ -476,5 +488,5 @@ def test_end_of_grace_does_not_undo_an_operators_pin(small):
     small.store([A, B, C, D])
     small.ledger.set_pinned(small.namespace.id, True)
     small.ledger.set_grace(True)
-    small.ledger.set_grace(False)
+    end_grace(small.ledger)
     assert small.reserve([X]).chunks == 0

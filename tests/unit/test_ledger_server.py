@@ -2,6 +2,8 @@
 places from tiers, takes racks back and adds others, and an operator pins namespaces.
 """
 
+from collections.abc import Callable, Iterator
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
@@ -99,6 +101,14 @@ class ServerMachine(LedgerMachine):
                 self._pin(hold)
         elif found:
             shelf.remove(hold.stripe, "temporary")
+
+    def acts_meanwhile(self) -> Iterator[Callable[[int], object]]:
+        yield from super().acts_meanwhile()
+        yield lambda pick: self.fetch(TP2, pick, pick % 3, again=False)
+        yield lambda pick: self.fetched(pick, pick % 2 == 0, pick % 3)
+        yield self.pin
+        yield self.unpin
+        yield self.retire
 
     # -- racks -----------------------------------------------------------------------------------------------
 

@@ -118,7 +118,8 @@ class Ledger:
     def set_grace(self, in_grace: bool) -> None:
         """After a restart engines may still read what an earlier server granted, and write what it reserved.
 
-        Until grace ends nothing is evicted, and no place that somebody may still use is given out.
+        Until grace ends nothing is evicted, and no place that somebody may still use is given out. When it
+        has ended there are some to sweep.
         """
         self.in_grace = in_grace
         for room in self.rooms.values():
@@ -281,12 +282,16 @@ class Ledger:
 
     def clear(self, namespace_id: NamespaceId | None = None) -> int:
         """Forget everything, or one namespace. What is being read stays until it has been read, but is not
-        found again.
+        found again. The memory is there to be swept.
         """
         if namespace_id is not None and namespace_id not in self.rooms:
             raise UnknownNamespace(namespace_id.hex())
         chosen = self.rooms.values() if namespace_id is None else [self.rooms[namespace_id]]
         return sum(shelf.clear() for room in chosen for shelf in room.shelves)
+
+    def sweep(self) -> bool:
+        """Free some of what a clear, or the end of grace, has left behind. False: it was all free."""
+        return any(shelf.sweep() for room in self.rooms.values() for shelf in room.shelves)
 
     def set_pinned(self, namespace_id: NamespaceId, pinned: bool) -> None:
         room = self.rooms.get(namespace_id)

@@ -6,12 +6,14 @@ Owns the index, the free places and the order of eviction. Every place is in exa
                       `----remove---------------------------------^
     hidden: out of the index, but somebody still reads or writes it; free when they are done
     limbo: somebody may still use it on the word of an earlier server; free when grace ends
+    cleared: out of the index, and as it was otherwise, until `sweep` hides or frees it
 
 and the stripe table of its rack says so before anybody is told. Knows nothing of leases or sessions.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Protocol
 
 from kvcellar.identity import ChunkKey
@@ -24,6 +26,8 @@ from kvcellar.slab import Place, place_of, rack_of, slot_of
 _NEAR = 512
 # Stripes that are kept in mind because they may be able to go; with more, the policy looks for itself.
 _FEW = 64
+# Places that one sweep sees to: about 4 ms. All of a million, at once, would hold everybody up for seconds.
+_SWEEP = 2048
 
 
 class Table(Protocol):
@@ -58,6 +62,7 @@ class Shelf:
         self._free: list[Place] = []
         self._vacated = 0  # of the free places: those that temporary stripes have left
         self._limbo: list[Place] = []
+        self._cleared: list[dict[ChunkKey, Stripe]] = []
         self._hidden: Counter[int] = Counter()  # by rack
         # After the policy found nothing that may go: whatever may since then, or could. None: ask the policy.
         self._loose: set[Stripe] | None = None
@@ -131,7 +136,7 @@ class Shelf:
         if parent is not None and not self._may_follow(parent, key):
             parent = None
         self._add_child(parent)  # before making room, or the parent itself could be the one to go
-        if not self._free and not self._evict_one():
+        if not self._find_place():
             self._drop_child(parent)
             return None
         stripe = Stripe(key, self._free.pop(), parent, temporary=temporary)
@@ -144,8 +149,8 @@ class Shelf:
         """All shards are written: lookups find them from now on. Later chunks first. Returns how many."""
         published = 0
         for stripe in stripes:
-            if not stripe.indexed:  # cleared meanwhile
-                self.remove(stripe, "aborted")
+            if self._index.get(stripe.key) is not stripe:  # cleared meanwhile
+                self.remove(stripe, "cleared")
                 continue
             self.tables[rack_of(stripe.place)].publish(slot_of(stripe.place))
             stripe.ready = True
@@ -180,11 +185,31 @@ class Shelf:
         stripe.temporary = True
 
     def clear(self) -> int:
-        stripes = list(self._index.values())
-        for stripe in stripes:
-            self.hide(stripe, "cleared")
+        """Nobody finds any of it from now on, and what is stored from now on stays. The places come free as
+        `sweep` goes on.
+        """
+        cleared, self._index = self._index, {}
+        if cleared:
+            self._cleared.append(cleared)
         self._vacated = 0  # nobody is left to come back
-        return len(stripes)
+        return len(cleared)
+
+    def sweep(self) -> bool:
+        """See to some places that a clear, or the end of grace, has left behind. False: there were none."""
+        if self._cleared:
+            stripes = self._cleared[-1]
+            for _ in range(min(_SWEEP, len(stripes))):
+                self.hide(stripes.popitem()[1], "cleared")
+            if not stripes:
+                self._cleared.pop()
+            return True
+        if self._guarded or not self._limbo:
+            return False
+        for place in self._limbo[-_SWEEP:]:
+            self.tables[rack_of(place)].free(slot_of(place))
+            self._free.append(place)
+        del self._limbo[-_SWEEP:]
+        return True
 
     # -- racks ------------------------------------------------------------------------------------------
 
@@ -224,8 +249,10 @@ class Shelf:
         return len(kept)
 
     def idle_racks(self) -> set[int]:
-        """In these nothing is pinned, being written, hidden or in limbo; nobody unknown may use them."""
-        if self._guarded:
+        """In these nothing is pinned, being written, hidden or in limbo; nobody unknown may use them. While
+        there is something to sweep, nobody looks.
+        """
+        if self._guarded or self._cleared:
             return set()
         busy = {rack_of(stripe.place) for stripe in self._index.values() if stripe.pins or not stripe.ready}
         return self.tables.keys() - busy - set(+self._hidden) - {rack_of(place) for place in self._limbo}
@@ -239,32 +266,34 @@ class Shelf:
         del self.tables[number], self._hidden[number]
 
     def set_guarded(self, guarded: bool) -> None:
-        """While guarded nothing is evicted, and no place is given out that an earlier server gave away."""
+        """While guarded nothing is evicted, and no place is given out that an earlier server gave away: those
+        are there to be swept, then.
+        """
         self._guarded = guarded
-        if not guarded:
-            for place in self._limbo:
-                self.tables[rack_of(place)].free(slot_of(place))
-            self._free.extend(self._limbo)
-            self._limbo.clear()
 
     def check(self, pins: Mapping[Stripe, int]) -> None:
         """No place lost or in two hands; `pins` says how many read leases hold a stripe."""
-        places = [*self._free, *self._limbo, *(stripe.place for stripe in self._index.values())]
+        behind = [stripe for one in self._cleared for stripe in one.values() if stripe.indexed]
+        stripes = [*self._index.values(), *behind]
+        places = [*self._free, *self._limbo, *(stripe.place for stripe in stripes)]
         assert len(set(places)) == len(places), "a place in two hands"
         assert 0 <= self._vacated <= len(self._free), "vacated places miscounted"
         found = Counter(map(rack_of, places)) + self._hidden
         slots = Counter({number: table.slots for number, table in self.tables.items()})
         assert found == slots, f"places by rack: {dict(found)} of {slots}"
-        assert self._children == Counter(s.parent for s in self._index.values() if s.parent), (
-            "children miscounted"
-        )
-        for key, stripe in self._index.items():
+        assert self._children == Counter(s.parent for s in stripes if s.parent), "children miscounted"
+        for key, stripe in chain(self._index.items(), ((stripe.key, stripe) for stripe in behind)):
             assert stripe.key == key
             assert stripe.indexed
             assert stripe.pins == pins.get(stripe, 0), "pins miscounted"
             assert self._sketch is None or self._sketch.may_have(key), "not in the sketch"
 
     # -- inside -----------------------------------------------------------------------------------------
+
+    def _find_place(self) -> bool:
+        if not self._free:
+            self.sweep()  # before anything goes that came since
+        return bool(self._free) or self._evict_one()
 
     def _evict_one(self) -> bool:
         if self._guarded or self.pinned:
@@ -303,7 +332,8 @@ class Shelf:
             self._sketch.add(stripe.key)
 
     def _drop_key(self, stripe: Stripe) -> None:
-        del self._index[stripe.key]
+        if self._index.get(stripe.key) is stripe:  # else it was cleared, and another may be there
+            del self._index[stripe.key]
         stripe.indexed = False
         if self._sketch is not None:
             self._sketch.drop(stripe.key)

@@ -19,6 +19,6 @@ class Stripe(msgspec.Struct, gc=False, eq=False):
     parent: ChunkKey | None = None  # the chunk before it, here or not
     pins: int = 0  # read leases that hold it
     ready: bool = False  # every shard is committed
-    indexed: bool = True  # lookups and reserves can find it; False once cleared or condemned
+    indexed: bool = True  # False once it has left, or was hidden: nobody finds it
     temporary: bool = False  # to be freed when its last reader is done
     visited: bool = False  # used since the eviction policy last looked

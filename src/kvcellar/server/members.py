@@ -20,6 +20,7 @@ import msgspec
 from kvcellar.arena import RackKey
 from kvcellar.errors import Forbidden, Overloaded, RankTaken, Unavailable, WrongOwner
 from kvcellar.ledger import SCHEDULER, LeaseId, Ledger, Session
+from kvcellar.server.sweep import sweep
 from kvcellar.wire import Peer, Process, open_process
 from kvcellar.wire.messages import Hello, Message
 
@@ -70,6 +71,7 @@ class Members:
         self._listed: set[Entry] | None = None  # what the roster says; None: nobody knows
         self._loop = asyncio.get_running_loop()
         self._grace_timer: asyncio.TimerHandle | None = None
+        self._sweeping: asyncio.Task[None] | None = None  # kept, or it might be collected
 
     # -- coming and going -------------------------------------------------------------------------------
 
@@ -225,6 +227,7 @@ class Members:
         self._grace_timer = None
         self._settle_awaited(lambda _: True)
         self._ledger.set_grace(False)
+        self._sweeping = self._loop.create_task(sweep(self._ledger))
         self._shorten_roster()
 
     def _enlist(self, newcomer: Entry) -> None:

@@ -1,8 +1,8 @@
 """What each operation does: from wire messages to the ledger and back.
 
-One method per operation; it returns a result, or raises a CellarError that becomes a Failure. Only Reserve
-may have to wait (for memory to be allocated), so only it may return a coroutine. Knows nothing of sockets or
-frames.
+One method per operation; it returns a result, or raises a CellarError that becomes a Failure. Reserve may
+have to wait (for memory to be allocated), and Clear takes its time, so these may return a task. Knows nothing
+of sockets or frames.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from kvcellar.server.grants import pack_places
 from kvcellar.server.members import Member, Members
 from kvcellar.server.prefetch import UNKNOWN, Outlook, Prefetch
 from kvcellar.server.steward import Steward
+from kvcellar.server.sweep import sweep
 from kvcellar.wire import messages as m
 from kvcellar.wire.report import StatusReport
 
@@ -203,9 +204,14 @@ class Operations:
         caller.require_admin()
         return m.Report(msgspec.Raw(msgspec.msgpack.encode(self._report())))
 
-    def _clear(self, caller: Caller, op: m.Clear) -> m.Message:
+    def _clear(self, caller: Caller, op: m.Clear) -> Awaitable[m.Message]:
         caller.require_owner()
-        return m.Settled(self._ledger.clear(NamespaceId(op.namespace) if op.namespace is not None else None))
+        count = self._ledger.clear(NamespaceId(op.namespace) if op.namespace is not None else None)
+        return asyncio.get_running_loop().create_task(self._cleared(count))
+
+    async def _cleared(self, count: int) -> m.Message:
+        await sweep(self._ledger)
+        return m.Settled(count)
 
     def _pin(self, caller: Caller, op: m.Pin) -> m.Message:
         caller.require_owner()

@@ -28,6 +28,7 @@ from kvcellar.server.members import Members
 from kvcellar.server.operations import Caller, Operations
 from kvcellar.server.status import make_report
 from kvcellar.server.steward import Steward
+from kvcellar.server.sweep import sweep
 from kvcellar.server.tiers import Tiers
 from kvcellar.sketch import make_sketch
 from kvcellar.tiers.registry import parse_spec
@@ -150,6 +151,7 @@ class Server:
             await asyncio.sleep(0.02)
         if self._tiers is not None:
             await self._tiers.drain(lambda: self._hurry or time.monotonic() >= give_up)
+        await sweep(self._ledger)  # or the next server would find what was being cleared
 
     def _is_written_to(self) -> bool:
         return any(lease.writing for s in self._ledger.sessions.values() for lease in s.leases.values())
