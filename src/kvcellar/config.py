@@ -18,6 +18,7 @@ from urllib.parse import quote
 from kvcellar.errors import ConfigError
 
 _MAX_BYTES = 1 << 50
+_MAX_FILE = 1 << 20  # characters: a device may have no end
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "KB": 10**3, "MB": 10**6}
 _UNITS |= {"GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -212,9 +213,15 @@ def _parse(source: str, text: str, parse: Callable[[str], Any]) -> Any:
 
 def _read_file(path: Path) -> dict[str, str]:
     try:
-        content = tomllib.loads(path.read_text())
+        with path.open() as file:
+            text = file.read(_MAX_FILE + 1)
+        if len(text) > _MAX_FILE:
+            raise ConfigError(f"{path} is no file of settings: it is longer than {_MAX_FILE >> 20} MiB")
+        content = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is no file of settings: it is nested too deeply") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     if unknown := sorted(set(content) - set(_SETTINGS)):

@@ -351,6 +351,10 @@ def test_a_file_with_an_unknown_key_or_no_toml_is_refused(kvcellar, tmp_path):
         code, _, said = kvcellar("serve", "--config", path)
         assert code == 2
         assert says in said
+    path.write_text(f"tier = {'[' * 5000}{']' * 5000}")
+    for wrong, says in ((path, "nested too deeply"), ("/dev/zero", "longer than 1 MiB")):
+        code, _, said = kvcellar("serve", "--config", wrong)
+        assert (code, said) == (2, f"kvcellar: {wrong} is no file of settings: it is {says}\n")
     code, _, said = kvcellar("serve", "--config", tmp_path / "missing")
     assert (code, said) == (2, f"kvcellar: cannot read {tmp_path}/missing: No such file or directory\n")
 

@@ -48,6 +48,12 @@ def test_what_a_store_says_moves_no_cursor(capsys):
     assert r"AccessDenied: \x1b[2Jgone\x9b" in capsys.readouterr().out
 
 
+def test_it_is_said_in_terminals_that_do_not_know_their_width(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    print_findings([Finding("s3://bucket", "AccessDenied")], as_json=False)
+    assert capsys.readouterr().out == "FAIL s3://bucket\n     AccessDenied\n"
+
+
 def filled(folder: Path) -> dict[str, bytes]:
     """A disk of 4 MiB, full of small objects: its files."""
     engine = DiskEngine(folder, 4 << 20)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bench.answers import CHUNK_TOKENS, AlsoOrphans, make_traffic
 from bench.answers import replay as replay_answers
+from kvcellar.cli import bench
 from kvcellar.cli import main as cli
 from kvcellar.errors import BadRequest
 from kvcellar.ledger import Ledger
@@ -207,6 +208,16 @@ def chat(tmp_path, kvcellar):
     file = tmp_path / "chat.jsonl"
     file.write_text(lines)
     return file
+
+
+def test_a_table_is_shown_where_the_width_is_unknown(kvcellar, chat, monkeypatch, capsys):
+    shown = []
+    for columns in ("80", "0"):
+        monkeypatch.setenv("COLUMNS", columns)
+        shown.append(kvcellar("simulate", chat, "--policy", "lru")[1])
+        bench._show({}, as_json=False, table=lambda _: "a table")
+        assert capsys.readouterr().out == "a table\n"
+    assert shown[0] == shown[1] != ""
 
 
 def test_simulate_shows_a_row_for_each_policy_and_a_column_for_each_size(kvcellar, chat):

@@ -58,6 +58,6 @@ def _show(result: dict[str, Any], as_json: bool, table: Any) -> None:
     if as_json:
         print(json.dumps(result, indent=2))
         return
-    from rich.console import Console  # noqa: PLC0415 - heavy
+    from kvcellar.cli.console import new_console  # noqa: PLC0415 - heavy
 
-    Console().print(table(result))
+    new_console().print(table(result))

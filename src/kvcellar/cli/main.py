@@ -117,7 +117,7 @@ def serve(
 @app.command()
 def status(name: Name = None, socket: Socket = None, as_json: Json = False, config: Config = None) -> None:
     """Show what the server holds, and for whom."""
-    from kvcellar.cli.status import fetch_status, print_status  # noqa: PLC0415 - rich takes its time
+    from kvcellar.cli.status import fetch_status, print_status  # noqa: PLC0415 - numpy takes its time
 
     report = fetch_status(_socket(name, socket, config))
     print_status(report, as_json=as_json)
@@ -202,7 +202,7 @@ def doctor(
     if it is not there; the objects go to a folder of their own in it, which is removed again. It must not be
     in use by a server: `kvcellar status` shows that one. The exit code is 0 if all can be used, 1 if not.
     """
-    from kvcellar.cli.doctor import examine, print_findings  # noqa: PLC0415 - rich takes its time
+    from kvcellar.cli.doctor import examine, print_findings  # noqa: PLC0415 - numpy takes its time
 
     flags = {"disk": disk, "disk_size": disk_size, "tier": " ".join(tier) if tier else None}
     urls = load_settings(flags, config).tier_urls

@@ -72,9 +72,9 @@ def simulate(
     if as_json:
         print(json.dumps(result, indent=2))
         return
-    from rich.console import Console  # noqa: PLC0415 - heavy
+    from kvcellar.cli.console import new_console  # noqa: PLC0415 - heavy
 
-    Console(markup=False, emoji=False).print(library.simulate_table(result))
+    new_console(markup=False, emoji=False).print(library.simulate_table(result))
 
 
 def trace(
