@@ -15,7 +15,6 @@ import pytest
 from kvcellar.config import Settings
 from kvcellar.errors import Unavailable
 from kvcellar.server import Server
-from kvcellar.server.members import MAX_OF_A_PROCESS
 from kvcellar.wire import messages as m
 from kvcellar.wire import peer
 from tests.server.engine import NAMESPACES, eventually
@@ -151,19 +150,6 @@ def test_a_lost_connection_frees_nothing_until_the_rank_attaches_again(server, r
     assert server.leases() == 0
     assert again.ask(m.Commit(grant.lease, 0, 4)) == (m.Settled(0),)
     assert scheduler.lookup(ONE, 4).chunks == 0
-
-
-def test_a_process_attaches_so_often_and_not_more(server, raw):
-    first = raw(hello(session="0"))
-    others = [raw(hello(session=str(number))) for number in range(1, MAX_OF_A_PROCESS)]
-    late = raw()
-    late.say(hello(session="late"))
-    assert late.refusal() == "overloaded"
-    raw(hello(session="0"))  # it comes back
-    others[0].close()
-    eventually(lambda: server.session("1") is None)
-    raw(hello(session="late"))
-    assert first.hear() is None
 
 
 def test_a_scheduler_that_comes_back_keeps_the_leases_it_knows(server, raw):

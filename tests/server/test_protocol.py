@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from kvcellar import __version__
+from kvcellar.server.members import MAX_OF_A_PROCESS
 from kvcellar.wire import MAX_FRAME, PREFIX, encode
 from kvcellar.wire import messages as m
 from tests.server.engine import NAMESPACES, eventually
@@ -297,3 +298,16 @@ def test_a_second_sigterm_does_not_wait(server, engine):
     server.signal(signal.SIGTERM)
     eventually(lambda: not server.socket.exists())
     assert server.stop() == 0
+
+
+def test_a_process_attaches_so_often_and_not_more(server, raw):
+    first = raw(hello(session="0"))
+    others = [raw(hello(session=str(number))) for number in range(1, MAX_OF_A_PROCESS)]
+    late = raw()
+    late.say(hello(session="late"))
+    assert late.refusal() == "overloaded"
+    raw(hello(session="0"))  # it comes back
+    others[0].close()
+    eventually(lambda: server.session("1") is None)
+    raw(hello(session="late"))
+    assert first.hear() is None
