@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -454,39 +453,3 @@ def test_places_that_cannot_be_used_are_refused_with_advice(tmp_path):
     assert "mode 0700; remove it, or choose" in refused(*here, tmp_path / "open", *small)
     for path in ("/proc/kvcellar/s", tmp_path / ("x" * 108)):
         assert "choose another --socket" in refused("--socket", path, "--folder", tmp_path / "shm", *small)
-
-
-def with_signal(number, action):
-    """A wrapper for programs that are to find it like this, whatever these tests were started under."""
-    code = f"import os, signal, sys; signal.signal({number:d}, signal.{action}); "
-    return [sys.executable, "-c", code + "os.execv(sys.argv[1], sys.argv[1:])"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_ctrl_c_and_a_terminal_that_is_closed_stop_it_in_order(stopped_server, number):
-    stopped_server.wrapper = with_signal(number, "SIG_DFL")
-    stopped_server.start().signal(number)
-    assert stopped_server.wait() == 0
-    assert "stopped; 0 MiB stay in" in stopped_server.log.read_text()
-
-
-def test_under_nohup_a_terminal_that_is_closed_does_not_stop_it(stopped_server):
-    stopped_server.wrapper = with_signal(signal.SIGHUP, "SIG_IGN")
-    stopped_server.start().signal(signal.SIGHUP)
-    assert stopped_server.answers()
-
-
-def test_ctrl_c_while_modules_are_imported_is_no_stack_trace(tmp_path):
-    """One of them is in no hurry here."""
-    (tmp_path / "typer.py").write_text("print('importing', flush=True)\ninput()\n")
-    command = [*with_signal(signal.SIGINT, "SIG_DFL"), sys.executable, "-m", "kvcellar", "status"]
-    pipe = subprocess.PIPE
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    with subprocess.Popen(
-        command, text=True, env=environment, stdin=pipe, stdout=pipe, stderr=pipe
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "importing\n"
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (-signal.SIGINT, "")
