@@ -118,9 +118,8 @@ class Talk:
                 outcome = _ANSWERED if welcome else _UNANSWERED
             else:
                 outcome = self._outcome(replies.get(_request_id(frame.data)))
-            waits = b"Reserve" in frame.data or b"Clear" in frame.data
-            if outcome == _UNANSWERED and self._closed and waits:
-                outcome = _CLOSED  # for memory, or till all is free, when a later frame ended the connection
+            if outcome == _UNANSWERED and self._closed and b"Reserve" in frame.data:
+                outcome = _CLOSED  # it was waiting for memory when a later frame ended the connection
             outcomes[frame.kind, outcome] += 1
             if outcome in (_UNANSWERED, "internal"):
                 complaints.append(f"{frame.kind}: {outcome} {refused} {frame.data[:200]!r}")

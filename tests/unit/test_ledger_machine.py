@@ -65,8 +65,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp(prefix="kvcellar-test-", dir="/dev/shm"))
         self.model = Model()
         self.epoch = 0
-        self.patch = mock.patch("kvcellar.ledger.shelf._SWEEP", 2)
-        self.patch.start()
+        self.patches = [mock.patch(f"kvcellar.ledger.{name}.SWEEP", 2) for name in ("shelf", "ledger")]
+        for patch in self.patches:
+            patch.start()
         self._serve()
         for ns in {ns.id: ns for ns in ENGINES.values()}.values():
             for group in range(len(ns.groups)):
@@ -387,7 +388,8 @@ class LedgerMachine(RuleBasedStateMachine):
             finally:
                 self._stop()
                 shutil.rmtree(self.root)
-                self.patch.stop()
+                for patch in self.patches:
+                    patch.stop()
 
     def everything_is_free_when_all_are_gone(self) -> None:
         for member in MEMBERS:

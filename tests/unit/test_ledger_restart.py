@@ -156,6 +156,6 @@ def test_leftover_of_a_key_in_another_rack_is_free_only_after_grace():
     assert (len(shelf), shelf.slots, shelf.free_slots) == (1, 4, 2)
     assert tables[1].states == [WRITING, FREE]
     shelf.set_guarded(False)
-    assert [shelf.sweep(), shelf.sweep()] == [True, False]
+    assert [shelf.sweep(2), shelf.sweep(2)] == [1, 0]
     shelf.check({})
     assert shelf.free_slots == 3

@@ -25,7 +25,7 @@ from kvcellar.ledger.lease import Lease, LeaseId
 from kvcellar.ledger.own import OwnPins
 from kvcellar.ledger.room import Room
 from kvcellar.ledger.session import SCHEDULER, Session
-from kvcellar.ledger.shelf import Shelf
+from kvcellar.ledger.shelf import SWEEP, Shelf
 from kvcellar.ledger.stripe import Stripe
 from kvcellar.sketch import OwnSketch
 from kvcellar.slab import NO_PLACE
@@ -290,8 +290,11 @@ class Ledger:
         return sum(shelf.clear() for room in chosen for shelf in room.shelves)
 
     def sweep(self) -> bool:
-        """Free some of what a clear, or the end of grace, has left behind. False: it was all free."""
-        return any(shelf.sweep() for room in self.rooms.values() for shelf in room.shelves)
+        """Free some of what a clear, or the end of grace, has left behind. False: that was all."""
+        left = SWEEP
+        for shelf in (shelf for room in self.rooms.values() for shelf in room.shelves):
+            left -= shelf.sweep(left)
+        return not left
 
     def set_pinned(self, namespace_id: NamespaceId, pinned: bool) -> None:
         room = self.rooms.get(namespace_id)

@@ -27,7 +27,7 @@ _NEAR = 512
 # Stripes that are kept in mind because they may be able to go; with more, the policy looks for itself.
 _FEW = 64
 # Places that one sweep sees to: about 4 ms. All of a million, at once, would hold everybody up for seconds.
-_SWEEP = 2048
+SWEEP = 2048
 
 
 class Table(Protocol):
@@ -194,22 +194,21 @@ class Shelf:
         self._vacated = 0  # nobody is left to come back
         return len(cleared)
 
-    def sweep(self) -> bool:
-        """See to some places that a clear, or the end of grace, has left behind. False: there were none."""
-        if self._cleared:
+    def sweep(self, most: int) -> int:
+        """See to places that a clear, or the end of grace, has left behind. Returns to how many."""
+        seen = 0
+        while self._cleared and seen < most:
             stripes = self._cleared[-1]
-            for _ in range(min(_SWEEP, len(stripes))):
-                self.hide(stripes.popitem()[1], "cleared")
+            self.hide(stripes.popitem()[1], "cleared")
+            seen += 1
             if not stripes:
                 self._cleared.pop()
-            return True
-        if self._guarded or not self._limbo:
-            return False
-        for place in self._limbo[-_SWEEP:]:
+        while self._limbo and not self._guarded and seen < most:
+            place = self._limbo.pop()
             self.tables[rack_of(place)].free(slot_of(place))
             self._free.append(place)
-        del self._limbo[-_SWEEP:]
-        return True
+            seen += 1
+        return seen
 
     # -- racks ------------------------------------------------------------------------------------------
 
@@ -292,7 +291,7 @@ class Shelf:
 
     def _find_place(self) -> bool:
         if not self._free:
-            self.sweep()  # before anything goes that came since
+            self.sweep(SWEEP)  # before anything goes that came since
         return bool(self._free) or self._evict_one()
 
     def _evict_one(self) -> bool:

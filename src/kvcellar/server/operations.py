@@ -1,8 +1,8 @@
 """What each operation does: from wire messages to the ledger and back.
 
 One method per operation; it returns a result, or raises a CellarError that becomes a Failure. Reserve may
-have to wait (for memory to be allocated), and Clear takes its time, so these may return a task. Knows nothing
-of sockets or frames.
+have to wait (for memory to be allocated), and a Clear of much takes its time, so these may return a task.
+Knows nothing of sockets or frames.
 """
 
 import asyncio
@@ -204,10 +204,12 @@ class Operations:
         caller.require_admin()
         return m.Report(msgspec.Raw(msgspec.msgpack.encode(self._report())))
 
-    def _clear(self, caller: Caller, op: m.Clear) -> Awaitable[m.Message]:
+    def _clear(self, caller: Caller, op: m.Clear) -> m.Message | Awaitable[m.Message]:
         caller.require_owner()
         count = self._ledger.clear(NamespaceId(op.namespace) if op.namespace is not None else None)
-        return asyncio.get_running_loop().create_task(self._cleared(count))
+        if self._ledger.sweep():
+            return asyncio.get_running_loop().create_task(self._cleared(count))
+        return m.Settled(count)  # that was all: answered in its turn, as anything else
 
     async def _cleared(self, count: int) -> m.Message:
         await sweep(self._ledger)
