@@ -1,4 +1,5 @@
-"""How often a load of KVCellar's was ahead of a peer's in the same round, and what it took of its floor.
+"""How often a load of KVCellar's was ahead of a peer's in the same round, what it took of its floor, and what
+storing cost a new prompt.
 
     python -m bench.gpu.rounds FILE...
 
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.gpu.engine import CACHES
-from bench.gpu.report import Entries
+from bench.gpu.report import ROWS, Entries
+from bench.gpu.ttft import over_recompute
 
 OURS = "kvcellar"
 Length = tuple[str, int]  # of a model's prompts, in tokens
@@ -28,11 +30,15 @@ class Figures(NamedTuple):
     less: dict[str, list[float]]  # milliseconds that the peer took less; below 0 we were ahead
     of_floor: list[float]
     over: list[float]
+    stored: list[float]  # milliseconds that a prompt nobody had seen took more than without a connector
 
 
 def gather(runs: Iterable[Entries]) -> dict[Length, Figures]:
-    found: dict[Length, Figures] = defaultdict(lambda: Figures(defaultdict(list), [], []))
+    found: dict[Length, Figures] = defaultdict(lambda: Figures(defaultdict(list), [], [], []))
     for entries in runs:
+        for length, times in _new_prompts(entries, OURS).items():
+            alone = _new_prompts(entries, "recompute").get(length, [])
+            found[length].stored.extend(mine - its for mine, its in zip(times, alone, strict=False))
         rows = {
             (entry["model"], row["tokens"], entry["mode"]): row
             for entry in entries
@@ -55,6 +61,14 @@ def gather(runs: Iterable[Entries]) -> dict[Length, Figures]:
     return dict(found)
 
 
+def _new_prompts(entries: Entries, mode: str) -> dict[Length, list[float]]:
+    found: dict[Length, list[float]] = defaultdict(list)
+    for entry in entries:
+        for row in (row for part in ROWS.values() for row in entry.get(part, []) if entry["mode"] == mode):
+            found[entry["model"], row["tokens"]] += row["times"]["cold"]
+    return found
+
+
 def line(length: Length, figures: Figures) -> str:
     parts = [f"{length[0]:8} {length[1]:7}"]
     for peer in CACHES:
@@ -64,6 +78,10 @@ def line(length: Length, figures: Figures) -> str:
     if figures.over:
         of_floor, over = statistics.median(figures.of_floor), statistics.median(figures.over)
         parts.append(f"of floor {of_floor:.3f}, over {over:.1f} ms")
+    if figures.stored:
+        cost = over_recompute(figures.stored)
+        sure = f" give or take {cost['give_or_take']:.1f}" if "give_or_take" in cost else ""
+        parts.append(f"storing {cost['over_recompute']:.1f} ms{sure}, {len(figures.stored)} rounds")
     return "  ".join(parts)
 
 

@@ -92,10 +92,9 @@ def row(rounds: Rounds, alone: Rounds, bus_ms: float | None) -> dict[str, Any]:
     found: dict[str, Any] = {name: statistics.median(values) for name, values in times.items()}
     found["times"] = times
     if alone:
-        found["of_recompute"] = statistics.median(
-            one["cold"] / base["cold"] for one, base in zip(rounds, alone, strict=False)
-        )
-        found |= _over([one["cold"] - base["cold"] for one, base in zip(rounds, alone, strict=False)])
+        pairs = [(one["cold"], base["cold"]) for one, base in zip(rounds, alone, strict=False)]
+        found["of_recompute"] = statistics.median(one / base for one, base in pairs)
+        found |= over_recompute([one - base for one, base in pairs])
     if "warm" in times:
         found |= {"cached": [one["cached"] for one in rounds], "same": all(one["same"] for one in rounds)}
     if "warm" in times and bus_ms is not None:
@@ -105,7 +104,7 @@ def row(rounds: Rounds, alone: Rounds, bus_ms: float | None) -> dict[str, Any]:
     return found
 
 
-def _over(differences: list[float]) -> dict[str, float]:
+def over_recompute(differences: list[float]) -> dict[str, float]:
     """Their median, and a notch for it: unlike a standard deviation, that minds no few that are far off."""
     found = {"over_recompute": statistics.median(differences)}
     if len(differences) > 3:

@@ -129,10 +129,20 @@ def test_rounds_of_several_runs_are_compared_one_by_one():
     slower = run(kvcellar=[60.0, 30.0], offload=[65.0, 29.0], lmcache=[70.0])
     nothing_to_compare = [entry | {"model": "llama8b"} for entry in run(offload=[1.0])]
     found = rounds.gather([run(kvcellar=[30.0], offload=[33.0]), slower, nothing_to_compare])
-    assert found == {
-        ("mla", 10): ({"offload": [-3.0, -5.0, 1.0], "lmcache": [-10.0]}, [1.2, 2.4, 1.2], [5.0, 35.0, 5.0])
-    }
+    ahead = {"offload": [-3.0, -5.0, 1.0], "lmcache": [-10.0]}
+    assert found == {("mla", 10): (ahead, [1.2, 2.4, 1.2], [5.0, 35.0, 5.0], [])}
     assert rounds.line(("mla", 10), found["mla", 10]).split("  ")[-1] == "of floor 1.200, over 5.0 ms"
+
+
+def test_what_storing_cost_is_taken_from_all_rounds_of_all_parts():
+    def row(*cold: float) -> dict:
+        return {"tokens": 10} | ttft.row([{"cold": ms} for ms in cold], [], bus_ms=None)
+
+    alone = {"model": "mla", "mode": "recompute", "rows": [row(50.0, 60.0)], "cold": [row(40.0)]}
+    ours = {"model": "mla", "mode": "kvcellar", "rows": [row(51.0, 60.0)], "cold": [row(43.0, 99.0)]}
+    found = rounds.gather([[alone, ours], [ours]])
+    assert found["mla", 10].stored == [1.0, 0.0, 3.0]
+    assert rounds.line(("mla", 10), found["mla", 10]).split("  ")[-1] == "storing 1.0 ms, 3 rounds"
 
 
 def beside(slow: float, **spells: float) -> dict[str, dict]:
