@@ -13,7 +13,7 @@
         Disconnected        no server at the other end right now
         DeadlineExceeded    no answer in time
         Draining            the server is shutting down
-        Overloaded          too much outstanding on this connection
+        Overloaded          too much outstanding on this connection, or too many of one process
         EngineError         a tier's storage engine cannot do it now
       Corrupt               bytes do not match their checksum or header
       StartupError          the server cannot start; the message says what to do
