@@ -11,6 +11,13 @@ from tests.tiers.test_faults import forget, tier
 from tests.tiers.test_serving import check
 
 
+def put_below(server, one, chunks):
+    """A prompt that memory no longer has."""
+    one.store(chunks)
+    eventually(lambda: not tier(server).queued)
+    forget(server)
+
+
 def test_a_hanging_tier_delays_nobody_and_comes_back(gate, stopped_server, engine):
     server = stopped_server.start()
     one = engine()
@@ -40,9 +47,7 @@ def test_a_hanging_tier_delays_nobody_and_comes_back(gate, stopped_server, engin
 def test_a_tier_that_stalls_while_it_reads_holds_nobody_past_its_deadline(gate, stopped_server, engine):
     server = stopped_server.start()
     one = engine()
-    one.store(20)
-    eventually(lambda: not tier(server).queued)
-    forget(server)
+    put_below(server, one, 20)
     (gate / "stall").touch()
     grants = [one.scheduler.lookup(keys(20), 60.0, 0.5) for _ in range(3)]
     assert [one.wait_for(grant).lease for grant in grants] == [0, 0, 0]
@@ -54,9 +59,7 @@ def test_a_tier_that_stalls_while_it_reads_holds_nobody_past_its_deadline(gate, 
 def test_a_server_with_a_hanging_tier_stops_in_time(gate, stopped_server, engine):
     server = stopped_server.start()
     one = engine()
-    one.store(20)
-    eventually(lambda: not tier(server).queued)
-    forget(server)
+    put_below(server, one, 20)
     (gate / "hang").touch()
     assert one.scheduler.lookup(keys(20), 60.0, 60.0).ticket
     one.store(20, seed=1)
@@ -76,9 +79,7 @@ def test_a_read_that_hangs_keeps_its_place_until_it_ends(gate, stopped_server, e
     """The engine of storage may still write there: nobody else may be given the place."""
     server = stopped_server.start(memory="1MiB")
     one = engine()
-    one.store(4)
-    eventually(lambda: not tier(server).queued)
-    forget(server)
+    put_below(server, one, 4)
     (gate / "slow").write_text("1000")  # each read of a page takes four seconds, and more to come
     grant = one.scheduler.lookup(keys(4), 60.0, 0.5)
     assert one.wait_for(grant).lease == 0
@@ -100,9 +101,7 @@ def test_what_a_tier_hangs_over_is_stored_and_found_again(gate, stopped_server, 
     """The places it may yet write to are nobody's until it returns; the chunks are anybody's at once."""
     server = stopped_server.start(memory="1MiB")
     one = engine()
-    one.store(20)
-    eventually(lambda: not tier(server).queued)
-    forget(server)
+    put_below(server, one, 20)
     (gate / "stall").touch()
     grant = one.scheduler.lookup(keys(20), 60.0, 3600.0)
     assert one.wait_for(grant).lease == 0, "long before its deadline"

@@ -54,6 +54,18 @@ def test_a_victim_is_found_if_there_is_one_and_is_never_one_that_may_not_go(name
 
 
 @pytest.mark.parametrize("name", POLICIES)
+def test_what_was_cleared_is_another_than_what_was_stored_since(name):
+    policy, cleared, since = POLICIES[name](), stripe(KEYS[0]), stripe(KEYS[0])
+    policy.admit(cleared)
+    policy.admit(since)
+    cleared.indexed = False
+    policy.forget(cleared)
+    policy.touch([since])
+    assert policy.evict(lambda _: True) is since
+    assert policy.evict(lambda _: True) is None
+
+
+@pytest.mark.parametrize("name", POLICIES)
 @settings(deadline=None)
 @given(prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=30))
 def test_a_parent_never_goes_before_its_children(name, prompts):

@@ -192,25 +192,26 @@ class LeastRecentlyUsed:
     """The yardstick. A use costs five times as much as with a flag."""
 
     def __init__(self) -> None:
-        self._order: OrderedDict[ChunkKey, Stripe] = OrderedDict()
+        # Not by key: what was cleared and is not swept yet may stand beside what was stored since.
+        self._order: OrderedDict[Stripe, None] = OrderedDict()
 
     def admit(self, stripe: Stripe) -> None:
-        self._order[stripe.key] = stripe
+        self._order[stripe] = None
 
     def touch(self, stripes: Iterable[Stripe]) -> None:
         for stripe in stripes:
             if stripe.indexed:
-                self._order.move_to_end(stripe.key)
+                self._order.move_to_end(stripe)
 
     def evict(self, may_go: Callable[[Stripe], bool]) -> Stripe | None:
-        found = next(filter(may_go, self._order.values()), None)
+        found = next(filter(may_go, self._order), None)
         if found is not None:
-            del self._order[found.key]
+            del self._order[found]
         return found
 
     def forget(self, stripe: Stripe) -> None:
         assert not stripe.indexed
-        del self._order[stripe.key]
+        del self._order[stripe]
 
 
 DefaultPolicy = S3Fifo
